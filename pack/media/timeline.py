@@ -1,0 +1,133 @@
+"""One clip, one clock: which picture is on screen when, and which frames to take. Pure functions on times in seconds.
+
+The policy is written down in docs/packing.md. t = 0 is the first decoded picture or sound sample. Frame k of the grid
+has time k / fps and shows the picture that is on screen then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+
+GRID_TAIL_S = 0.010  # a frame needs this much picture after its time
+ON_SCREEN_TOLERANCE_S = 0.001  # containers round picture times to milliseconds
+GAP_S = 0.1  # a hole of more than this inside a stream is flagged
+EPOCH_BACK_S = 0.2  # decoding times that step back further than this start a new epoch
+EPOCH_AHEAD_S = 3600.0  # and so do steps ahead of more than this
+
+
+@dataclass(frozen=True)
+class Grid:
+    """fps: effective rate in frames per second; num_frames: how many; raised, lowered: against the rate asked for."""
+
+    fps: float
+    num_frames: int
+    raised: bool = False
+    lowered: bool = False
+
+    @property
+    def times(self) -> Times:
+        return np.arange(self.num_frames) / self.fps
+
+
+def source_rate(times: Times) -> float | None:
+    """1 / median gap between pictures, in 1/s; None for fewer than two pictures. times: sorted, distinct."""
+    if len(times) < 2:
+        return None
+    gap = float(np.median(np.diff(times)))
+    return 1.0 / gap if gap > 0 else None
+
+
+def is_variable_rate(times: Times) -> bool:
+    """True when more than 5 % of the gaps between pictures differ from the median by over 20 % (and over 2 ms, which is
+    what containers with millisecond times add)."""
+    if len(times) < 3:
+        return False
+    gaps = np.diff(times)
+    median = np.median(gaps)
+    return bool(np.mean(np.abs(gaps - median) > max(0.2 * median, 0.002)) > 0.05)
+
+
+def count_on_grid(end_s: float, fps: float) -> int:
+    """How many k have k / fps < end_s - GRID_TAIL_S; at least 1."""
+    return max(1, math.ceil((end_s - GRID_TAIL_S) * fps - 1e-9))
+
+
+def choose_grid(end_s: float, rate: float | None, fps: float, min_frames: int, max_frames: int) -> Grid:
+    """The frame grid of a clip whose picture ends at end_s.
+
+    rate: the source's own (`source_rate`). fps is lowered to the source's rate, lowered to keep max_frames, and raised,
+    but never above the source's rate, to reach min_frames.
+    """
+    effective = min(fps, rate) if rate is not None else fps
+    if rate is not None and math.isclose(rate, fps, rel_tol=1e-3):
+        effective = fps  # 1.9999 is 2: timestamps are rounded
+    if count_on_grid(end_s, effective) < min_frames and rate is not None and end_s > GRID_TAIL_S:
+        effective = max(effective, min(rate, min_frames / end_s))
+    if count_on_grid(end_s, effective) > max_frames:
+        effective = max_frames / end_s
+    num_frames = min(count_on_grid(end_s, effective), max_frames)
+    return Grid(effective, num_frames, raised=effective > fps * 1.001, lowered=effective < fps * 0.999)
+
+
+def fewer_frames(grid: Grid, end_s: float, num_frames: int, fps: float) -> Grid:
+    """The grid of num_frames <= grid.num_frames frames over the same clip."""
+    if num_frames == grid.num_frames:
+        return grid
+    effective = num_frames / end_s
+    return Grid(effective, num_frames, raised=effective > fps * 1.001, lowered=effective < fps * 0.999)
+
+
+def on_screen(picture_times: Times, grid_times: Times) -> NDArray[np.int64]:
+    """For every grid time the index of the picture on screen: the last that starts at or before it, else the first.
+
+    picture_times: sorted. A picture may start ON_SCREEN_TOLERANCE_S late.
+    """
+    index = np.searchsorted(picture_times, grid_times + ON_SCREEN_TOLERANCE_S, side="right") - 1
+    return np.maximum(index, 0).astype(np.int64)
+
+
+def picture_gaps(times: Times) -> list[tuple[float, float]]:
+    """Spans without a picture: gaps over twice the median gap and GAP_S longer than it."""
+    if len(times) < 3:
+        return []
+    gaps = np.diff(times)
+    median = float(np.median(gaps))
+    wide = np.flatnonzero((gaps > 2 * median) & (gaps - median > GAP_S))
+    return [(float(times[i] + median), float(times[i + 1])) for i in wide]
+
+
+def epoch_numbers(decode_times: Sequence[float | None]) -> NDArray[np.int64]:
+    """For every packet of a stream, in file order, the number of its epoch: how often its decoding times have jumped.
+
+    Packets without a decoding time (None) never start an epoch.
+    """
+    numbers = np.zeros(len(decode_times), dtype=np.int64)
+    last: float | None = None
+    epoch = 0
+    for i, time in enumerate(decode_times):
+        if time is not None:
+            if last is not None and (time < last - EPOCH_BACK_S or time > last + EPOCH_AHEAD_S):
+                epoch += 1
+            last = time
+        numbers[i] = epoch
+    return numbers
+
+
+def epoch_offsets(starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]], num_epochs: int) -> list[float]:
+    """Seconds to add to the times of each epoch so that it follows the one before, one offset for all streams.
+
+    starts[e], ends[e]: first and last presentation time of every stream that has packets in epoch e.
+    """
+    offsets = [0.0]
+    for epoch in range(1, num_epochs):
+        before, here = ends[epoch - 1], starts[epoch]
+        follow = (max(before) + offsets[-1] - min(here)) if before and here else offsets[-1]
+        offsets.append(follow)
+    return offsets
