@@ -8,9 +8,12 @@ decoder skip single pictures that no other refers to. Where the table cannot be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import av
+import av.logging
 import numpy as np
 from av.error import FFmpegError
 from av.filter import Graph
@@ -22,6 +25,9 @@ from pack.media.probe import Probe, StreamInfo, open_container, packets_of, vide
 INDEXED_FORMATS = {"mov", "mp4", "matroska", "webm"}
 # Decoders whose skip_frame=NONREF leaves out just pictures that no other picture refers to.
 NONREF_CODECS = {"h264", "mpeg4", "mpeg2video", "mpeg1video"}
+WANTED = 2
+# What a decoder says that starts at a group of pictures which unrefers pictures of the group before.
+HARMLESS_COMPLAINT = "mmco: unref short failure"
 SEEK_WORTH_S = 20.0
 SOUND_PREROLL_S = 1.0
 
@@ -31,10 +37,12 @@ PictureSink = Callable[[av.VideoFrame, float], None]
 @dataclass
 class DecodePlan:
     """For every video packet in file order: use[i] is 0 drop, 1 decode but the picture is not wanted, 2 wanted;
-    restart[i]: the decoder starts afresh before it."""
+    restart[i]: the decoder starts afresh before it; leading[i]: its picture comes before the one that the decoder
+    started with, so that it may refer to what was left out."""
 
     use: np.ndarray
     restart: np.ndarray
+    leading: np.ndarray
 
     @property
     def first(self) -> int:
@@ -53,7 +61,6 @@ def plan_decoding(probe: Probe, wanted_ticks: set[int]) -> DecodePlan | None:
     key = np.asarray(video.packets.keyframe)
     wanted = np.isin(ticks, np.fromiter(wanted_ticks, np.int64, len(wanted_ticks))) & ~np.asarray(video.packets.discard)
     use = np.zeros(len(ticks), np.int8)
-    restart = np.zeros(len(ticks), bool)
     starts = np.flatnonzero(key)
     ends = np.append(starts[1:], len(ticks))
     whole_group = False  # the group behind it has wanted pictures that also refer to this one
@@ -62,11 +69,13 @@ def plan_decoding(probe: Probe, wanted_ticks: set[int]) -> DecodePlan | None:
         last = end - 1 if whole_group else (start + here[-1] if len(here) else start - 1)
         use[start : last + 1] = 1
         whole_group = bool(len(here)) and bool((ticks[start:end][here] < ticks[start]).any())
-    use[wanted] = 2
+    use[wanted] = WANTED
     dropped = np.append(True, use[:-1] == 0)
     restart = (use > 0) & dropped & key
     restart[starts[0]] = False
-    return DecodePlan(use, restart)
+    entry = np.where(restart[starts], ticks[starts], np.iinfo(np.int64).min)
+    leading = ticks < np.repeat(entry, ends - starts)
+    return DecodePlan(use, restart, leading)
 
 
 def picture_ticks(video: StreamInfo) -> np.ndarray:
@@ -76,14 +85,13 @@ def picture_ticks(video: StreamInfo) -> np.ndarray:
 
 
 class ClipDecoder:
-    """Decodes a probed file once. errors counts damaged video packets, sound_errors damaged sound packets."""
+    """Decodes a probed file. errors: damaged video packets; sound_errors: damaged sound packets; num_pictures: pictures
+    handed over so far."""
 
     def __init__(self, probe: Probe, deinterlace: bool = False) -> None:
         self._probe, self._deinterlace = probe, deinterlace
-        self.errors = self.sound_errors = 0
-        self.num_pictures = 0
+        self.errors = self.sound_errors = self.num_pictures = 0
         self._graph: Graph | None = None
-        self._rate: float | None = None
         self._last_s = float("-inf")
 
     def run(
@@ -91,107 +99,129 @@ class ClipDecoder:
         picture_sink: PictureSink | None,
         sound: SoundTrack | None,
         plan: DecodePlan | None = None,
-        until_s: float = float("inf"),
         from_s: float = float("-inf"),
+        until_s: float = float("inf"),
     ) -> None:
-        """picture_sink(frame, container time in s) gets every decoded picture in display order; sound every frame of
-        the chosen track. Only times in [from_s, until_s) are needed; without a plan all are decoded."""
+        """picture_sink(frame, container time in s) gets the decoded pictures in display order, `sound` every frame of
+        the chosen track. Only times in [from_s, until_s) are needed; without a plan all pictures are decoded."""
+        video = self._probe.video if picture_sink else None
+        audio = self._probe.audio if sound else None
+        chosen = [i for i in (video, audio) if i is not None]
+        if not chosen:
+            return
         container = open_container(self._probe.path, self._probe.uri)
         try:
-            streams = self._streams(container, picture_sink is not None, sound is not None)
-            if not streams:
-                return
-            skipped = self._seek(container, plan, from_s, sound) if from_s > SEEK_WORTH_S else 0
-            if skipped is None:  # the container does not seek where its index says
+            first = self._seek(container, plan, video, from_s) if self._may_seek(plan, video, from_s) else 0
+            if first is None:  # the container does not seek where its index says
                 container.close()
                 container = open_container(self._probe.path, self._probe.uri)
-                streams = self._streams(container, picture_sink is not None, sound is not None)
-            self._loop(container, streams, picture_sink, sound, plan, skipped or 0, until_s)
+            streams = [container.streams[i.index] for i in chosen]
+            decoders = {s.index: video_decoder(s) if s.type == "video" else s.codec_context for s in streams}
+            for decoder in decoders.values():
+                decoder.thread_count = 1
+            with damage_log() as log:
+                for packet, number in self._packets(container, streams, video, first or 0, until_s):
+                    if audio is not None and packet.stream_index == audio.index:
+                        self._sound(decoders[audio.index], packet, sound, log)
+                    else:
+                        self._planned(decoders[packet.stream_index], packet, number, plan, picture_sink, log)
+                if video is not None:
+                    self._pictures(decoders[video.index], None, picture_sink, [])
+                    self._drain_graph(picture_sink)
+                if audio is not None:
+                    self._sound(decoders[audio.index], None, sound, log)
         finally:
             container.close()
 
-    def _streams(self, container: av.container.InputContainer, video: bool, audio: bool) -> list:
-        chosen = [i for i, want in ((self._probe.video, video), (self._probe.audio, audio)) if i is not None and want]
-        return [container.streams[i.index] for i in chosen]
-
-    def _loop(self, container, streams, picture_sink, sound, plan, number, until_s) -> None:  # type: ignore[no-untyped-def]
-        probe = self._probe
-        decoders = {s.index: video_decoder(s) if s.type == "video" else s.codec_context for s in streams}
-        for decoder in decoders.values():
-            decoder.thread_count = 1
-        video_index = probe.video.index if probe.video and picture_sink else -1
-        numbers = {s.index: number if s.index == video_index else 0 for s in streams}
-        infos = {i.index: i for i in (probe.video, probe.audio) if i is not None}
-        late = set()
+    def _packets(
+        self, container: Any, streams: list[Any], video: StreamInfo | None, first: int, until_s: float
+    ) -> Iterator[tuple[av.Packet, int]]:
+        """(packet with its time mended, its number in the table) up to until_s. first: the first video packet's."""
+        infos = {i.index: i for i in (self._probe.video, self._probe.audio) if i is not None}
+        numbers = {s.index: first if video and s.index == video.index else 0 for s in streams}
+        behind = set()
         for packet in packets_of(container, streams):
             index, info = packet.stream_index, infos[packet.stream_index]
-            self._follow_epoch(packet, info, numbers[index])
-            i, numbers[index] = numbers[index], numbers[index] + 1
+            number, numbers[index] = numbers[index], numbers[index] + 1
+            self._mend_time(packet, info, number)
             if packet.dts is not None and packet.dts * info.time_base > until_s + SOUND_PREROLL_S:
-                late.add(index)
-                if len(late) == len(streams):
-                    break
-            if index != video_index:
-                self._sound(decoders[index], packet, sound)
-            elif plan is None:
-                self._pictures(decoders[index], packet, picture_sink)
-            elif i < len(plan.use) and plan.use[i]:
-                if plan.restart[i]:
-                    self._pictures(decoders[index], None, picture_sink)
-                    decoders[index].flush_buffers()
-                if info.codec in NONREF_CODECS:
-                    decoders[index].skip_frame = "DEFAULT" if plan.use[i] == 2 else "NONREF"
-                if plan.use[i] == 2 or not packet.is_disposable:
-                    self._pictures(decoders[index], packet, picture_sink)
-        for index, decoder in decoders.items():
-            if index == video_index:
-                self._pictures(decoder, None, picture_sink)
-                self._drain_graph(picture_sink)
-            else:
-                self._sound(decoder, None, sound)
+                behind.add(index)
+                if len(behind) == len(streams):
+                    return
+            yield packet, number
 
-    def _follow_epoch(self, packet: av.Packet, info: StreamInfo, number: int) -> None:
+    def _mend_time(self, packet: av.Packet, info: StreamInfo, number: int) -> None:
+        """Gives a packet the time that the table has for it: none when it was damaged, shifted in a later epoch."""
+        if number in info.packets.strays:
+            packet.pts = packet.dts = None
         if len(self._probe.offsets) > 1 and number < len(info.packets.epoch):
             shift = round(self._probe.offsets[int(info.packets.epoch[number])] / info.time_base)
             packet.pts = None if packet.pts is None else packet.pts + shift
             packet.dts = None if packet.dts is None else packet.dts + shift
 
-    def _sound(self, decoder: av.AudioCodecContext, packet: av.Packet | None, sound: SoundTrack) -> None:
+    def _sound(self, decoder: Any, packet: av.Packet | None, sound: SoundTrack | None, log: list[Any]) -> None:
+        audio, logged = self._probe.audio, len(log)
+        assert audio is not None and sound is not None
         try:
             frames = decoder.decode(packet)
         except FFmpegError:
             self.sound_errors += 1
             return
-        audio = self._probe.audio
-        assert audio is not None
+        self.sound_errors += complained(log, logged)
         for frame in frames:
             base = float(frame.time_base or 0) or audio.time_base  # frames of a drained decoder have no time base
             sound.add(frame, None if frame.pts is None else frame.pts * base)
 
-    def _pictures(self, decoder: av.VideoCodecContext, packet: av.Packet | None, sink: PictureSink) -> None:
+    def _planned(
+        self,
+        decoder: Any,
+        packet: av.Packet,
+        number: int,
+        plan: DecodePlan | None,
+        sink: PictureSink | None,
+        log: list[Any],
+    ) -> None:
+        """Decodes a video packet as far as the plan wants it."""
+        if plan is None:
+            self._pictures(decoder, packet, sink, log)
+        elif number < len(plan.use) and plan.use[number]:
+            wanted = plan.use[number] == WANTED
+            if plan.restart[number]:
+                self._pictures(decoder, None, sink, [])
+                decoder.flush_buffers()
+            if decoder.name in NONREF_CODECS:
+                decoder.skip_frame = "DEFAULT" if wanted else "NONREF"
+            if wanted or not packet.is_disposable:
+                self._pictures(decoder, packet, sink, [] if plan.leading[number] else log)
+
+    def _pictures(self, decoder: Any, packet: av.Packet | None, sink: PictureSink | None, log: list[Any]) -> None:
+        logged = len(log)
         try:
             frames = decoder.decode(packet)
         except FFmpegError:
             self.errors += 1
             return
+        self.errors += complained(log, logged) or any(frame.is_corrupt for frame in frames)
         for frame in frames:
-            self.errors += frame.is_corrupt
             for picture in self._deinterlaced(frame):
                 self._hand_over(picture, sink)
 
-    def _hand_over(self, picture: av.VideoFrame, sink: PictureSink) -> None:
-        """Numbers the pictures and gives one without a time the next one on the stream's average rate."""
+    def _hand_over(self, picture: av.VideoFrame, sink: PictureSink | None) -> None:
+        """Counts the picture; one without a time follows the one before at the stream's average rate."""
         video = self._probe.video
-        assert video is not None
-        if picture.pts is None:
-            time_s = self._last_s + 1.0 / 25 if np.isfinite(self._last_s) else 0.0
-        else:
+        assert video is not None and sink is not None
+        if picture.pts is not None:
             time_s = picture.pts * (float(picture.time_base or 0) or video.time_base)
+        else:
+            time_s = self._last_s + 1.0 / (video.average_rate or 25.0) if self.num_pictures else video.first_s or 0.0
         self.num_pictures += 1
         self._last_s = time_s
         sink(picture, time_s)
 
+    # --- deinterlacing ------------------------------------------------------------------------------------------------
+
     def _deinterlaced(self, frame: av.VideoFrame) -> Iterator[av.VideoFrame]:
+        """The frame itself, or what the filter has ready; only frames marked interlaced are changed."""
         if not self._deinterlace:
             yield frame
             return
@@ -200,8 +230,8 @@ class ClipDecoder:
             source = self._graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
             )
-            filters = [source, self._graph.add("bwdif", "mode=send_frame:parity=auto:deint=interlaced")]
-            self._graph.link_nodes(*filters, self._graph.add("buffersink")).configure()
+            bwdif = self._graph.add("bwdif", "mode=send_frame:parity=auto:deint=interlaced")
+            self._graph.link_nodes(source, bwdif, self._graph.add("buffersink")).configure()
         self._graph.vpush(frame)
         yield from self._pull()
 
@@ -210,14 +240,64 @@ class ClipDecoder:
         while True:
             try:
                 yield self._graph.vpull()
-            except (av.error.BlockingIOError, av.error.EOFError):
+            except (BlockingIOError, EOFError):
                 return
 
-    def _drain_graph(self, sink: PictureSink) -> None:
+    def _drain_graph(self, sink: PictureSink | None) -> None:
         if self._graph is not None:
             self._graph.vpush(None)
             for picture in self._pull():
                 self._hand_over(picture, sink)
 
-    def _seek(self, container, plan, from_s, sound) -> int | None:  # type: ignore[no-untyped-def]
-        return 0
+    # --- seeking ------------------------------------------------------------------------------------------------------
+
+    def _may_seek(self, plan: DecodePlan | None, video: StreamInfo | None, from_s: float) -> bool:
+        """Whether a seek can pay and the packets behind it can be told from the table."""
+        infos = [i for i in (self._probe.video, self._probe.audio) if i is not None]
+        return (
+            from_s - self._probe.zero_s > SEEK_WORTH_S
+            and bool(INDEXED_FORMATS & set(self._probe.container.split(",")))
+            and len(self._probe.offsets) == 1
+            and not any(i.packets.strays for i in infos)
+            and (video is None or plan is not None)
+        )
+
+    def _seek(self, container: Any, plan: DecodePlan | None, video: StreamInfo | None, from_s: float) -> int | None:
+        """Goes to the packets that are needed for from_s; returns the number of the video packet that comes first, None
+        when that is one too late or unknown."""
+        target_s = from_s - SOUND_PREROLL_S
+        if video is None or plan is None:
+            container.seek(int(target_s * av.time_base))
+            return 0
+        if plan.first >= len(plan.use):
+            return None
+        ticks = picture_ticks(video)
+        target = min(int(ticks[plan.first]), round(target_s / video.time_base))
+        stream = container.streams[video.index]
+        container.seek(target, stream=stream)
+        packet = next(packets_of(container, [stream]), None)
+        time = None if packet is None else packet.pts
+        here = np.zeros(0, np.int64) if time is None else np.flatnonzero(ticks == time)
+        if len(here) != 1 or here[0] > plan.first:
+            return None
+        container.seek(target, stream=stream)
+        return int(here[0])
+
+
+def complained(log: list[Any], start: int) -> bool:
+    """Whether the log has an entry from `start` on that tells of damage."""
+    return any(HARMLESS_COMPLAINT not in message for _, _, message in log[start:])
+
+
+@contextmanager
+def damage_log() -> Iterator[list[Any]]:
+    """Collects what the decoders complain about: many conceal damage and only say so here."""
+    level, skip_repeated = av.logging.get_level(), av.logging.get_skip_repeated()
+    av.logging.set_level(av.logging.ERROR)
+    av.logging.set_skip_repeated(False)  # else what is counted depends on the files before
+    try:
+        with av.logging.Capture() as log:
+            yield log
+    finally:
+        av.logging.set_level(level)
+        av.logging.set_skip_repeated(skip_repeated)

@@ -28,7 +28,8 @@ STORED_FORMATS = {"jpeg": "JPEG", "png": "PNG"}
 def load_frames(source: FramesSource, config: PackConfig, load_audio: AudioLoader) -> tuple[PackedVideo, VideoMeta]:
     """Extracted frames at source.video_fps and their sound.
 
-    Frames that are stored right already are kept byte for byte. fps is lowered to the configured one by leaving out frames, as for a clip; never raised.
+    Frames that are stored right already are kept byte for byte. fps is lowered to the configured one by leaving out
+    frames, as for a clip; never raised.
     """
     pictures = source.frames
     count = len(pictures)

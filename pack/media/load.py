@@ -67,7 +67,7 @@ def load_audio(source: FileSource | BytesSource, config: PackConfig) -> tuple[by
         start_s, length_s = _span(source)
         track = _sound_track(probed, probed.zero_s + start_s, length_s, config)
         decoder = ClipDecoder(probed)
-        decoder.run(None, track, until_s=probed.zero_s + start_s + length_s, from_s=probed.zero_s + start_s)
+        decoder.run(None, track, None, probed.zero_s + start_s, probed.zero_s + start_s + length_s)
         _check_truncated(probed, config)
         encoded = _encode_track(track, probed, decoder.sound_errors, source, start_s, config)
         if encoded is None:

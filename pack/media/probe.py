@@ -6,6 +6,7 @@ jumps of the timestamps and whether the file is cut short. Reading it costs abou
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from av.error import FFmpegError
 from numpy.typing import NDArray
 
 from pack.media.picture import HLG, PQ, Orientation, orientation_of
-from pack.media.timeline import epoch_numbers, epoch_offsets
+from pack.media.timeline import epoch_numbers, epoch_offsets, stray_times
 from schemas.errors import RowError
 
 # Demuxers that open other files, listen to the network or take any text for media.
@@ -25,6 +26,7 @@ REFUSED_FORMATS = {"hls", "concat", "dash", "tty", "ffmetadata", "image2", "lavf
 COUNTED_FORMATS = {"mp3", "aac", "adts", "wav", "w64", "flac", "aiff", "au", "amr", "ac3", "eac3", "dts", "caf", "voc"}
 # Decoders that keep the transparency which the built-in ones drop.
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+MAX_REORDER_S = 10.0  # a picture is shown at most this long after it is decoded
 TRUNCATED_S = 0.3
 TRUNCATED_SHARE = 0.01
 
@@ -33,7 +35,7 @@ TRUNCATED_SHARE = 0.01
 class PacketTable:
     """Packets of one stream in file order; times in container seconds, NaN where the container has none.
 
-    After `shift_epochs` the times of later epochs follow those of the first.
+    The times of later epochs are shifted to follow those of the first. strays: packets whose time was damaged.
     """
 
     pts: list[float] = field(default_factory=list)
@@ -42,6 +44,7 @@ class PacketTable:
     keyframe: list[bool] = field(default_factory=list)
     discard: list[bool] = field(default_factory=list)
     corrupt: int = 0
+    strays: set[int] = field(default_factory=set)
     epoch: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
@@ -55,6 +58,15 @@ class PacketTable:
         self.keyframe.append(packet.is_keyframe)
         self.discard.append(packet.is_discard)
         self.corrupt += packet.is_corrupt
+
+    def drop_outliers(self) -> None:
+        """Takes the time from packets whose time was damaged: it fits neither the packet before nor the ones behind."""
+        pts, dts = np.asarray(self.pts), np.asarray(self.dts)
+        bad = stray_times(dts) | (np.abs(pts - dts) > MAX_REORDER_S)
+        if bad.any():
+            self.strays = {int(i) for i in np.flatnonzero(bad)}
+            self.pts = list(np.where(bad, np.nan, pts))
+            self.dts = list(np.where(bad, np.nan, dts))
 
     def end_s(self) -> float | None:
         """The latest end of a packet, None when no packet has a time."""
@@ -155,7 +167,6 @@ def video_decoder(stream: Any) -> Any:
     decoder = stream.codec_context
     if has_alpha_layer(stream):
         decoder = av.CodecContext.create(ALPHA_DECODERS[decoder.name], "r")
-        decoder.time_base = stream.time_base
     decoder.thread_count = 1
     return decoder
 
@@ -180,12 +191,12 @@ def probe(path: str, uri: str, want_video: bool, audio_index: int | None = None)
         audio = container.streams[chosen] if chosen is not None else None
         infos = {s.index: _stream_info(container, s) for s in (video, audio) if s is not None}
         last_s = _read_packets(container, [s for s in (video, audio) if s is not None], infos)
-        offsets, flat_zero = _follow_epochs(list(infos.values()))
+        offsets, zero_s = _follow_epochs(list(infos.values()))
         video_info = infos.get(video.index) if video is not None else None
         audio_info = infos.get(audio.index) if audio is not None else None
         return Probe(
             path, uri, container.format.name, video_info, audio_info, tracks, num_video,
-            _is_truncated(container, list(infos.values()), last_s), offsets, flat_zero,
+            _is_truncated(path, container, list(infos.values()), last_s), offsets, zero_s,
         )  # fmt: skip
     finally:
         container.close()
@@ -256,6 +267,7 @@ def _picture_info(frame: av.VideoFrame, stream: Any) -> PictureInfo:
 def _follow_epochs(infos: list[StreamInfo]) -> tuple[list[float], float]:
     """Numbers the epochs of the streams and returns (offset of each epoch, time of the first frame of any stream)."""
     for info in infos:
+        info.packets.drop_outliers()
         times = [None if np.isnan(t) else t for t in info.packets.dts]
         info.packets.epoch = epoch_numbers(times)
     counts = {int(i.packets.epoch[-1]) + 1 for i in infos if len(i.packets)}
@@ -282,9 +294,11 @@ def _follow_epochs(infos: list[StreamInfo]) -> tuple[list[float], float]:
     return offsets, zero
 
 
-def _is_truncated(container: Any, infos: list[StreamInfo], last_s: float | None) -> bool:
+def _is_truncated(path: str, container: Any, infos: list[StreamInfo], last_s: float | None) -> bool:
     """Whether the file ends before its header says. Estimates (raw MP3 and ADTS without a table) don't count."""
     formats = set(container.format.name.split(","))
+    if "wav" in formats:
+        return _wav_misses_bytes(path)
     if last_s is None or (formats & {"mp3", "aac", "adts"} and not any(i.has_skip_data for i in infos)):
         return False
     for info in infos:
@@ -297,6 +311,18 @@ def _is_truncated(container: Any, infos: list[StreamInfo], last_s: float | None)
     length = container.duration / av.time_base
     # Matroska's duration is the absolute end; others count from the start. Only what both readings miss is missing.
     return _missing(length if "matroska" in formats else start + length, last_s)
+
+
+def _wav_misses_bytes(path: str) -> bool:
+    """Whether a WAV's data chunk is longer than the file (libavformat believes the file). Sizes that streams write
+    before they know better (0, 2^31 - 1 and up) say nothing."""
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    start = head.find(b"data", 12)
+    if head[:4] != b"RIFF" or start < 0 or start + 8 > len(head):
+        return False
+    stated = int.from_bytes(head[start + 4 : start + 8], "little")
+    return 0 < stated < 0x7FFFFF00 and start + 8 + stated > os.path.getsize(path) + 1
 
 
 def _missing(declared_end_s: float, end_s: float) -> bool:

@@ -18,6 +18,8 @@ Times = NDArray[np.float64]
 GRID_TAIL_S = 0.010  # a frame needs this much picture after its time
 ON_SCREEN_TOLERANCE_S = 0.001  # containers round picture times to milliseconds
 GAP_S = 0.1  # a hole of more than this inside a stream is flagged
+STRAY_RUN = 64  # packets in a row whose time may be damaged: one damaged PES header dates many sound frames
+STRAY_AHEAD_S = 2.0  # the packets around damaged ones are at most this far apart
 EPOCH_BACK_S = 0.2  # decoding times that step back further than this start a new epoch
 EPOCH_AHEAD_S = 3600.0  # and so do steps ahead of more than this
 
@@ -101,6 +103,28 @@ def picture_gaps(times: Times) -> list[tuple[float, float]]:
     median = float(np.median(gaps))
     wide = np.flatnonzero((gaps > 2 * median) & (gaps - median > GAP_S))
     return [(float(times[i] + median), float(times[i + 1])) for i in wide]
+
+
+def stray_times(times: Times) -> NDArray[np.bool_]:
+    """Which times of a stream in file order are damaged: up to STRAY_RUN packets in a row whose times are outside those
+    of the packets around them, which themselves follow each other. times: decoding times, NaN = none."""
+    bad = np.zeros(len(times), bool)
+    known = np.flatnonzero(~np.isnan(times))
+    value = times[known]
+    i = 1
+    while i < len(known) - 1:
+        before = value[i - 1]
+        if before - EPOCH_BACK_S <= value[i] <= before + STRAY_AHEAD_S:
+            i += 1
+            continue
+        for run in range(1, STRAY_RUN + 1):
+            after = value[i + run] if i + run < len(known) else np.nan
+            if before - EPOCH_BACK_S <= after <= before + STRAY_AHEAD_S:
+                bad[known[i : i + run]] = True
+                value[i : i + run] = before
+                break
+        i += 1
+    return bad
 
 
 def epoch_numbers(decode_times: Sequence[float | None]) -> NDArray[np.int64]:

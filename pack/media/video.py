@@ -128,7 +128,7 @@ class FrameLoader:
             plan = plan_decoding(self._probe, {int(ticks[i]) for i in wanted})
         first_s, last_s = float(times[choice.index[0]]), min(end_s, float(times[choice.index[-1]]) + 1.0)
         until_s = self._zero_s + (max(last_s, self._length_s) if math.isfinite(self._length_s) else math.inf)
-        decoder.run(sink, sound, plan, until_s, self._zero_s + min(first_s, 0.0))
+        decoder.run(sink, sound, plan, self._zero_s + min(first_s, 0.0), until_s)
         self.sound_errors += decoder.sound_errors
         if wanted - blobs.keys():
             if ticks is not None:
