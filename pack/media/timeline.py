@@ -114,17 +114,23 @@ def stray_times(times: Times) -> NDArray[np.bool_]:
     i = 1
     while i < len(known) - 1:
         before = value[i - 1]
-        if before - EPOCH_BACK_S <= value[i] <= before + STRAY_AHEAD_S:
+        if _follows(before, value[i]):
             i += 1
             continue
         for run in range(1, STRAY_RUN + 1):
-            after = value[i + run] if i + run < len(known) else np.nan
-            if before - EPOCH_BACK_S <= after <= before + STRAY_AHEAD_S:
+            if i + run >= len(known):
+                break
+            # The run must also end with a jump: a second recording that counts up again passes the old time steadily.
+            if _follows(before, value[i + run]) and not _follows(value[i + run - 1], value[i + run]):
                 bad[known[i : i + run]] = True
                 value[i : i + run] = before
                 break
         i += 1
     return bad
+
+
+def _follows(before: float, after: float) -> bool:
+    return before - EPOCH_BACK_S <= after <= before + STRAY_AHEAD_S
 
 
 def epoch_numbers(decode_times: Sequence[float | None]) -> NDArray[np.int64]:

@@ -71,6 +71,7 @@ class FrameLoader:
         self._probe, self._config, self._head = probe, config.video, probe.video.head
         self._zero_s, self._length_s, self._sound_tokens = zero_s, length_s, sound_tokens
         self.sound_errors = 0
+        self._size_changed = False
         self._interlaced = probe.video.interlaced and self._config.sampling == "time_grid"
 
     def load(self, sound: SoundTrack | None) -> Frames:
@@ -119,6 +120,7 @@ class FrameLoader:
 
         def sink(frame: av.VideoFrame, time_s: float) -> None:
             number = decoder.num_pictures - 1 if number_of is None else number_of.get(round(time_s / base))
+            self._size_changed |= (frame.width, frame.height) != (self._head.width, self._head.height)
             if number is not None and number in wanted and number not in blobs:
                 rgb = self._render(frame, width, height)
                 blobs[number] = encode_picture(rgb, self._config.codec, self._config.quality)
@@ -270,6 +272,7 @@ class FrameLoader:
             "clock_jump": len(self._probe.offsets) > 1,
             "several_tracks": self._probe.num_video_tracks > 1,
             "truncated": self._probe.truncated,
+            "size_changed": self._size_changed,
         }
         return [name for name, is_so in found.items() if is_so]
 
