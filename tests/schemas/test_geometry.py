@@ -34,9 +34,7 @@ def test_frame_counts_equal_qwen_utils(fps):
                     high_for_qwen = min(high, total)
                 else:
                     high_for_qwen = high
-                expected = qwen.smart_nframes(
-                    {"fps": fps, "min_frames": low, "max_frames": high_for_qwen}, total, rate
-                )
+                expected = qwen.smart_nframes({"fps": fps, "min_frames": low, "max_frames": high_for_qwen}, total, rate)
                 assert geometry.smart_nframes(total, rate, fps, low, high) == expected
 
 
@@ -53,7 +51,9 @@ def test_frame_budget_of_long_clips():
     assert geometry.frame_pixel_limits(10, 32, 4096, 200_000, None) == (4096, 200_000)
 
 
-@pytest.mark.parametrize(("num_samples", "tokens"), [(int(62.455 * 16000), 812), (16000, 13), (0, 0), (160, 1), (80000, 65)])
+@pytest.mark.parametrize(
+    ("num_samples", "tokens"), [(int(62.455 * 16000), 812), (16000, 13), (0, 0), (160, 1), (80000, 65)]
+)
 def test_sound_tokens(num_samples, tokens):
     assert geometry.audio_tokens(num_samples) == tokens
 
