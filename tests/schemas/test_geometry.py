@@ -1,7 +1,9 @@
 """The arithmetic of media tokens against the libraries that models are trained with."""
 
 import pytest
+import torch
 from qwen_omni_utils.v2_5 import vision_process as qwen
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
 
 from schemas import geometry
 
@@ -60,9 +62,6 @@ def test_sound_tokens(num_samples, tokens):
 
 def test_sound_tokens_equal_transformers():
     """The convolution arithmetic of the audio tower, for every length of a window and more."""
-    torch = pytest.importorskip("torch")
-    from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
-
     lengths = torch.arange(1, 1000)
     expected = modeling._get_feat_extract_output_lengths(lengths)
     assert [geometry.audio_tokens(int(n) * 160) for n in lengths] == expected.tolist()

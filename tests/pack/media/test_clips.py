@@ -1,4 +1,4 @@
-"""Whole clips of every awkward kind, made in code: right picture at the right time, sound in step, flags that say so."""
+"""Whole clips of every awkward kind, made in code: right picture at the right time, sound in step, honest flags."""
 
 import struct
 from fractions import Fraction

@@ -184,8 +184,16 @@ def test_paths_are_checked(tmp_path):
             check_allowed(str(uri), roots)
 
 
-@pytest.mark.parametrize(("uri", "reason"), [("/nowhere/x", "missing_file"), ("/tmp", "missing_file"), ("memory://no", "missing_file"),
-                                             ("/tmp/" + "x" * 300, "missing_file"), ("nostore://x", "fetch_failed")])  # fmt: skip
+MISSING = {
+    "/nowhere/x": "missing_file",
+    "/tmp": "missing_file",
+    "memory://no": "missing_file",
+    "/tmp/" + "x" * 300: "missing_file",
+    "nostore://x": "fetch_failed",
+}
+
+
+@pytest.mark.parametrize(("uri", "reason"), MISSING.items())
 def test_missing_files(uri, reason):
     with pytest.raises(RowError) as error, local_file(FileSource(uri), []):
         pass

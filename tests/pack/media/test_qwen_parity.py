@@ -4,6 +4,7 @@ import sys
 import warnings
 from fractions import Fraction
 
+import av
 import numpy as np
 import pytest
 
@@ -17,10 +18,18 @@ with warnings.catch_warnings():
     from qwen_omni_utils.v2_5.vision_process import fetch_video
 
 CLIPS = [
-    (25, 5.28, (1280, 720), 44100), (Fraction(2997, 100), 3, (640, 360), 48000), (Fraction(30000, 1001), 10, (320, 240), 44100),
-    (24, 2.5, (1920, 1080), 48000), (60, 4, (854, 480), 22050), (12, 7, (200, 300), 48000), (25, 0.28, (320, 240), 44100),
-    (15, 11, (1000, 60), 8000), (10, 12, (480, 864), 48000), (50, 1.5, (720, 576), 32000), (1, 12, (320, 180), 44100),
-]  # fmt: skip
+    (25, 5.28, (1280, 720), 44100),
+    (Fraction(2997, 100), 3, (640, 360), 48000),
+    (Fraction(30000, 1001), 10, (320, 240), 44100),
+    (24, 2.5, (1920, 1080), 48000),
+    (60, 4, (854, 480), 22050),
+    (12, 7, (200, 300), 48000),
+    (25, 0.28, (320, 240), 44100),
+    (15, 11, (1000, 60), 8000),
+    (10, 12, (480, 864), 48000),
+    (50, 1.5, (720, 576), 32000),
+    (1, 12, (320, 180), 44100),
+]
 
 
 @pytest.fixture(scope="module", params=CLIPS, ids=lambda c: f"{float(c[0]):.2f}fps-{c[1]}s-{c[2][0]}x{c[2][1]}")
@@ -55,10 +64,8 @@ def test_pictures_sizes_and_rate(source, fps):
     assert shown == [int(i) for i in details["frames_indices"]]
 
 
-def test_sound(source, monkeypatch):
+def test_sound(source):
     """The online path decodes with a program and resamples with librosa; the same samples come from libav directly."""
-    import av
-
     with av.open(str(source)) as container:
         rate = container.streams.audio[0].rate
         channels = np.concatenate([f.to_ndarray() for f in container.decode(audio=0)], axis=1)

@@ -26,8 +26,8 @@ class Chunk:
 
 def placed(chunks, **kwargs):
     track = SoundTrack(16000, 0.0, **kwargs)
-    for time_s, samples in chunks:
-        track.add(Chunk(samples), time_s)
+    for time_s, chunk in chunks:
+        track.add(Chunk(chunk), time_s)
     return track.finish().astype(float) / 32768, track
 
 
@@ -128,9 +128,16 @@ def test_antiphase_is_flagged(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "subtype"),
-    [("a.wav", "PCM_16"), ("a.wav", "PCM_24"), ("a.wav", "FLOAT"), ("a.wav", "DOUBLE"), ("a.wav", "PCM_U8"), ("a.flac", "PCM_24"),
-     ("a.aiff", "PCM_16"), ("a.ogg", "VORBIS"), ("a.mp3", "MPEG_LAYER_III"), ("a.ogg", "OPUS"), ("a.au", "ULAW"), ("a.w64", "PCM_16")],
-)  # fmt: skip
+    [
+        *(("a.wav", kind) for kind in ("PCM_16", "PCM_24", "FLOAT", "DOUBLE", "PCM_U8")),
+        *(("a.ogg", kind) for kind in ("VORBIS", "OPUS")),
+        ("a.flac", "PCM_24"),
+        ("a.aiff", "PCM_16"),
+        ("a.mp3", "MPEG_LAYER_III"),
+        ("a.au", "ULAW"),
+        ("a.w64", "PCM_16"),
+    ],
+)
 def test_sound_files(tmp_path, name, subtype):
     soundfile.write(tmp_path / name, tone(3.0, 48000), 48000, subtype=subtype)
     x, meta = sound(tmp_path / name)
