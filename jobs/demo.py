@@ -1,0 +1,174 @@
+"""`omniloom demo`: real clips, one of them broken, through the whole packing job, in one folder.
+
+OUT/clips/        the clips and their manifest clips.jsonl, copied from the package
+OUT/pack.yaml     the configuration; `omniloom pack run OUT/pack.yaml` runs the same job
+OUT/packed/       the dataset: shards, index, rows table, card
+OUT/preview.html  the page that shows it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pack.config import PackConfig, PackFile
+from pack.job import check_threshold, check_verified, plan_job, preview_job, run_job, verify_job
+from pack.plan import Plan, load_plan
+from pack.reader import PackedDataset
+from pack.rejects import final_rejects, read_plan_commits
+from pack.storage import explain_io, open_storage, write_atomic
+from schemas.dataset import Reject
+from schemas.sample import SampleMeta
+from schemas.strict import dump_config, load_config
+
+STEPS = 5
+MANIFEST = "clips.jsonl"
+
+Say = Callable[[str], None]
+
+app = typer.Typer()
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("demo_out"),
+    workers: Annotated[int, typer.Option(min=1, help="Packing processes.")] = 2,
+) -> None:
+    """Pack real clips with speech, and one broken file, verify the shards and make a page to look at."""
+    console = Console(highlight=False)
+    with _step(console, 1, "clips") as say:
+        count, size = copy_clips(out / "clips")
+        say(f"{count} files, {size / 1e6:.1f} MB, in {out / 'clips'}")
+    with _step(console, 2, "plan") as say:
+        config = write_config(out, workers)
+        plan, change = plan_job(config)
+        news = "" if change else ", the same as before"
+        say(f"{plan.rows} rows in {len(plan.partitions)} partitions{news}")
+    with _step(console, 3, "pack") as say:
+        done, _ = run_job(config)
+        totals = done.card.totals
+        again = " (nothing to do: all partitions were committed)" if done.nothing_to_do else ""
+        rejected = sum(totals.rejected.values())
+        say(f"{totals.rows_in} rows -> {totals.samples} samples, {rejected} rejected; {workers} processes{again}")
+    with _step(console, 4, "verify") as say:
+        storage = open_storage(config.output)
+        found = verify_job(storage, plan)
+        check_verified(found)
+        say(f"{found.samples} samples, {found.bytes / 1e6:.1f} MB read again: every byte as written")
+    with _step(console, 5, "preview") as say:
+        page = preview_job(storage, config, out / "preview.html")
+        say(page)
+    console.print()
+    console.print(_outcomes(config))
+    console.print()
+    console.print(_places(out))
+    check_threshold(done.card, config)
+
+
+def copy_clips(folder: Path) -> tuple[int, int]:
+    """Copies the clips of the package and their manifest; (files, bytes). A file that is there already is left alone,
+    so that a second run finds the manifest unchanged."""
+    count = size = 0
+    with explain_io("cannot write", str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        for asset in sorted(files("jobs").joinpath("assets").iterdir(), key=lambda a: a.name):
+            if not asset.is_file() or asset.name == "make_assets.sh":
+                continue
+            target = folder / (MANIFEST if asset.name == "demo.jsonl" else asset.name)
+            data = asset.read_bytes()
+            if not target.exists() or target.read_bytes() != data:
+                write_atomic(target, data)
+            count, size = count + 1, size + len(data)
+    return count, size
+
+
+def write_config(out: Path, workers: int) -> PackConfig:
+    """OUT/pack.yaml from jobs/pack/demo.yaml, with this demo's paths."""
+    recipe = Path(str(files("jobs").joinpath("pack/demo.yaml")))
+    places = {"manifest": (out / "clips" / MANIFEST).resolve(), "output": (out / "packed").resolve()}
+    overrides = [f"pack.{key}={path}" for key, path in places.items()]
+    config = load_config(recipe, [*overrides, f"pack.executor.workers={workers}"], PackFile)
+    with explain_io("cannot write", str(out)):
+        write_atomic(out / "pack.yaml", dump_config(config).encode())
+    return config.pack
+
+
+@contextmanager
+def _step(console: Console, number: int, name: str) -> Iterator[Say]:
+    began = time.monotonic()
+    said: list[str] = []
+    yield said.append
+    line = Text.assemble((f"{number}/{STEPS} ", "dim"), (f"{name:<8}", "bold"), " ".join(said))
+    line.append(f"  {time.monotonic() - began:.1f} s", "dim")
+    console.print(line, soft_wrap=True)
+
+
+def _outcomes(config: PackConfig) -> Table:
+    """What became of every row, in manifest order."""
+    storage = open_storage(config.output)
+    plan = load_plan(storage)
+    lines: list[tuple[int, str, Text, str]] = []
+    for meta in PackedDataset(config.output).metas():
+        lines.append((meta.provenance.row, meta.id, Text("packed", "green"), _packed(meta)))
+    for reject in _rejects(config, plan):
+        lines.append((reject.row, reject.id, Text("rejected", "red"), f"{reject.reason}: {reject.detail}"))
+    table = Table(box=None, pad_edge=False)
+    for column in ("row", "id", "outcome", "what"):
+        table.add_column(column, overflow="fold")
+    for row, name, outcome, what in sorted(lines, key=lambda line: line[:2]):
+        table.add_row(str(row), Text(name), outcome, Text(what))
+    return table
+
+
+def _rejects(config: PackConfig, plan: Plan) -> list[Reject]:
+    storage = open_storage(config.output)
+    return list(final_rejects(storage, plan, read_plan_commits(storage, plan)))
+
+
+def _packed(meta: SampleMeta) -> str:
+    """What is in a sample, with what is special about it."""
+    words, flags = [], set()
+    for video in meta.videos:
+        words.append(f"{video.num_frames} frames {video.width}x{video.height}")
+        flags.update(video.flags)
+        if video.audio is None:
+            words.append("no sound")
+        else:
+            late = f" from {video.audio.start_s:.2f} s on" if video.audio.start_s > 0.01 else ""
+            words.append(f"{video.audio.duration_s:.2f} s sound{late}")
+            flags.update(video.audio.flags)
+    for sound in meta.audios:
+        words.append(f"{sound.duration_s:.2f} s sound")
+        flags.update(sound.flags)
+    for image in meta.images:
+        words.append(f"image {image.width}x{image.height}")
+        flags.update(image.flags)
+    text = ", ".join(words) or "text only"
+    return f"{text} [{', '.join(sorted(flags))}]" if flags else text
+
+
+def _places(out: Path) -> Table:
+    """Where everything is and what to do next."""
+    packed = out / "packed"
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in [
+        ("look", (out / "preview.html").resolve().as_uri()),
+        ("dataset", str(packed)),
+        ("read", f'StreamingDataset(local="{packed}", batch_size=1)'),
+        ("as files", f"omniloom pack extract {packed} {out / 'files'}"),
+        ("rejected", f"omniloom pack rejects {packed}"),
+        ("again", f"omniloom pack run {out / 'pack.yaml'}"),
+    ]:
+        table.add_row(name, Text(text))
+    return table
