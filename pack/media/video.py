@@ -26,7 +26,7 @@ from pack.media.timeline import (
     source_rate,
 )
 from schemas.errors import RowError
-from schemas.geometry import frame_pixel_limits, smart_nframes, smart_resize, video_tokens
+from schemas.geometry import MAX_ASPECT_RATIO, frame_pixel_limits, smart_nframes, smart_resize, video_tokens
 
 QWEN_MIN_FRAMES = 2
 HELD_START_S = 0.05
@@ -146,7 +146,7 @@ class FrameLoader:
             height=height,
             end_s=end_s,
             source_fps=source_rate(times),
-            errors=decoder.errors,
+            errors=max(decoder.errors, self._probe.video.packets.corrupt),  # type: ignore[union-attr]
             gaps_s=self._gaps(times, end_s),
             flags=[*choice.flags, *self._flags(times)],
         )
@@ -230,6 +230,9 @@ class FrameLoader:
         """(height, width) of the stored frames."""
         height, width = upright_size(self._head, stretch=self._config.sampling == "time_grid")
         config = self._config
+        if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
+            text = f"{width}x{height} has an aspect ratio of {ratio:.0f}; the model takes {MAX_ASPECT_RATIO}"
+            raise RowError("aspect_ratio", f"{self._probe.uri}: {text}", "video")
         if config.resize == "none":
             return height, width
         low, high = frame_pixel_limits(
@@ -238,10 +241,7 @@ class FrameLoader:
         if at_most is not None:
             high = max(min(high, at_most), 1.0)
             low = min(low, high)
-        try:
-            return smart_resize(height, width, config.factor, low, high)
-        except ValueError as error:
-            raise RowError("aspect_ratio", f"{self._probe.uri}: {error}", "video") from None
+        return smart_resize(height, width, config.factor, low, high)
 
     # --- pixels -----------------------------------------------------------------------------------------------------
 

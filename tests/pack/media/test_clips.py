@@ -267,6 +267,13 @@ def test_no_media_is_rejected_by_name(tmp_path, content):
     assert error.value.reason == ("empty_file" if not content else "unreadable_container")
 
 
+@pytest.mark.parametrize("resize", ["none", "model", "fast"])
+def test_thinner_than_the_model_takes(tmp_path, resize):
+    path = make_clip(tmp_path / "a.mp4", 1.0, size=(1600, 6), codec="mpeg4", audio_codec=None)
+    with pytest.raises(RowError, match=r"aspect_ratio: .*1600x6"):
+        load_video(FileSource(str(path)), config(resize=resize))
+
+
 def test_sound_alone_is_no_video(tmp_path):
     path = make_clip(tmp_path / "a.mp4", 2.0, codec=None)
     with pytest.raises(RowError, match="no_video"):
