@@ -22,7 +22,8 @@ from rich.text import Text
 
 from pack.config import PackConfig, PackFile
 from pack.job import check_threshold, check_verified, plan_job, preview_job, run_job, verify_job
-from pack.plan import Plan, load_plan
+from pack.plan import Plan
+from pack.plan_file import load_plan
 from pack.reader import PackedDataset
 from pack.rejects import final_rejects, read_plan_commits
 from pack.storage import explain_io, open_storage, write_atomic

@@ -16,9 +16,10 @@ from pack import job
 from pack.config import PackConfig, PackFile
 from pack.extract import extract
 from pack.gc import collect_garbage
-from pack.plan import PlanChange, load_plan
+from pack.plan import PlanChange
+from pack.plan_file import load_plan
 from pack.reader import PackedDataset
-from pack.readme import human_bytes
+from pack.readme import human_bytes, plural
 from pack.rejects import final_rejects, read_plan_commits
 from pack.report import bar, summary_table
 from pack.status import read_status, status_lines
@@ -51,9 +52,9 @@ def plan(config: ConfigPath, context: typer.Context) -> None:
     planned, change = job.plan_job(settings)
     _say_change(change, always=True)
     size = sum(partition.cost for partition in planned.partitions)
-    files = f"{len(planned.files)} file" + "s" * (len(planned.files) != 1)
     typer.echo(
-        f"{planned.rows:,} rows of {files} in {len(planned.partitions):,} partitions, about {human_bytes(size)}, "
+        f"{plural(planned.rows, 'row')} of {plural(len(planned.files), 'file')} in "
+        f"{plural(len(planned.partitions), 'partition')}, about {human_bytes(size)}, "
         f"fingerprint {planned.fingerprint[:12]}"
     )
 
@@ -85,7 +86,8 @@ def verify(dataset: Dataset) -> None:
         typer.echo(fault, err=True)
     job.check_verified(found)
     typer.echo(
-        f"verified: {found.samples:,} samples of {found.partitions:,} partitions, {human_bytes(found.bytes)}, no fault"
+        f"verified: {plural(found.samples, 'sample')} of {plural(found.partitions, 'partition')}, "
+        f"{human_bytes(found.bytes)}, no fault"
     )
 
 
@@ -111,7 +113,7 @@ def extract_command(
     packed = PackedDataset(_storage(dataset).location)
     with bar("extracting", len(packed), "samples") as told:
         count = extract(packed, out, ids or (), told.advance)
-    typer.echo(f"{count:,} samples in {out}")
+    typer.echo(f"{plural(count, 'sample')} in {out}")
 
 
 @app.command()
@@ -142,7 +144,7 @@ def retry_rejected(
         raise ConfigError(f"--reason {unknown[0]}: no such reason; there are {', '.join(REJECT_REASONS)}")
     settings = _settings(target, context.args)
     done, count = job.retry_job(settings, reason or ())
-    typer.echo(f"{count:,} rejected rows tried again" if count else "no rejected rows to try again")
+    typer.echo(f"{plural(count, 'rejected row')} tried again" if count else "no rejected rows to try again")
     _report(done, settings)
 
 

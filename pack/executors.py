@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import traceback
 import warnings
@@ -25,13 +26,14 @@ from typing import Any
 from pack.config import ExecutorConfig
 from pack.guard import OOM_EXIT, end_with_parent, environment, one_thread_each, start_process
 from pack.isolate import describe_exit
-from pack.partition import PartitionTask, Receipt, prepare_worker, write_partition
 from pack.row import MEDIA_MODULES, MediaLoader
 from pack.signals import Stoppable
+from pack.task import PartitionTask, Receipt
 from schemas import errors
 from schemas.errors import OmniloomError, SchemaError, VerificationError
 
 MAX_DEATHS = 3  # of a partition's worker, in one round
+_REACH_S = 15.0
 RAY_OBJECT_STORE_BYTES = 256 << 20  # only task descriptions and receipts go through it
 
 
@@ -77,6 +79,8 @@ def count_workers(executor: ExecutorConfig) -> int:
 
 def _attempt(task: PartitionTask, media: MediaLoader | None) -> Receipt | Failure:
     """write_partition, with its errors as values that cross any process boundary."""
+    from pack.partition import write_partition  # noqa: PLC0415  # torch: seconds, and only workers need it
+
     try:
         return write_partition(task, media)
     except Exception as error:  # noqa: BLE001  # reported to the job, which decides
@@ -100,7 +104,8 @@ def _run_local(tasks: Sequence[PartitionTask], workers: int, media: MediaLoader 
     pool: list[_Worker] = []
     try:
         while todo or any(worker.task for worker in pool):
-            while todo and len(pool) < workers and all(worker.task for worker in pool):
+            idle = sum(worker.task is None for worker in pool)
+            for _ in range(min(workers - len(pool), len(todo) - idle)):
                 pool.append(_start_worker(media))
             for worker in pool:
                 if worker.task is None and todo:
@@ -206,6 +211,8 @@ def _preflight(ray: Any, task: PartitionTask, media: MediaLoader | None) -> None
     """Runs one small task, so that workers that lack a module or a version are one clear error and not lost blocks."""
 
     def check() -> Failure | None:
+        from pack.partition import prepare_worker  # noqa: PLC0415  # see _attempt
+
         try:
             prepare_worker(task, media)
         except OmniloomError as error:
@@ -251,6 +258,7 @@ def _start_ray(ray: Any, executor: ExecutorConfig) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address and address != "local":
+            _check_reachable(address)
             ray.init(address=address, **options)
             return
         with environment(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)), one_thread_each():
@@ -265,3 +273,10 @@ def _start_ray(ray: Any, executor: ExecutorConfig) -> None:
         where = f"the Ray cluster at {address}" if address else "a local Ray"
         said = " ".join(str(error).split())
         raise OmniloomError(f"cannot start or reach {where}: {said} (pack.executor.kind=local needs no Ray)") from error
+
+
+def _check_reachable(address: str) -> None:
+    """OSError at once where Ray itself would try for minutes. Addresses that are no host and port are left to Ray."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from pack.guard import read_crumbs
-from pack.plan import load_plan
+from pack.plan_file import load_plan
 from pack.storage import Storage, remove_tree
 
 

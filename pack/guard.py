@@ -107,10 +107,17 @@ def start_process(
     from a server that has only imported the modules `preload`. One thread per library."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
-    process = context.Process(target=target, args=arguments, name=name)
     with one_thread_each():
+        process = context.Process(target=_run_with, args=(dict(os.environ), target, arguments), name=name)
         process.start()
     return process
+
+
+def _run_with(variables: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """The server has the environment of the moment it was started; a process gets the one of its own start."""
+    os.environ.clear()
+    os.environ.update(variables)
+    target(*arguments)
 
 
 def end_with_parent(poll_s: float = 0.5) -> None:

@@ -9,32 +9,30 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pack.config import PackConfig
+from pack.executors import Failure, Outcome, WorkerDied, run_tasks
 from pack.fingerprint import fingerprint
 from pack.guard import read_crumbs
 from pack.manifest_files import find_manifests
 from pack.media.versions import VERSIONS
 from pack.merge import dataset_fingerprint, merge
-from pack.plan import PLAN_FILE, Partition, Plan, PlanChange, load_plan, make_plan, save_plan, with_retries
+from pack.plan import Partition, Plan, PlanChange, make_plan, with_retries
+from pack.plan_file import PLAN_FILE, load_plan, save_plan
 from pack.reader import CARD_FILE, INDEX_FILE
 from pack.rejects import read_plan_commits, rejected_offsets
 from pack.report import Counts, Events, bad_ratio, bar, job_progress
 from pack.row import MediaLoader, check_preprocessor_args
 from pack.signals import Stoppable
 from pack.storage import Storage, open_storage, remove_tree
+from pack.task import PartitionTask
 from pack.verify import Verification, verify
 from schemas.dataset import DatasetCard
 from schemas.errors import ConfigError, DataThresholdError, IncompleteSourceError, OmniloomError, VerificationError
 from schemas.registry import PREPROCESSOR_REGISTRY, load_preprocessors
-
-if TYPE_CHECKING:
-    from pack.executors import Failure, Outcome
-    from pack.partition import PartitionTask
 
 ROUNDS = 3
 PREVIEW_FILE = "preview.html"
@@ -148,10 +146,11 @@ def _finish(storage: Storage, plan: Plan, media: MediaLoader | None, stop: Stopp
         storage.write(FINISHED_FILE, (json.dumps({"fingerprint": card.fingerprint}) + "\n").encode())
         events.add("finished", rows=card.totals.rows_in)
     except OmniloomError as error:
-        events.add("stopped", error=type(error).__name__, message=str(error))
+        with suppress(OmniloomError):  # on a full disk, too, the first error is the one to show
+            events.add("stopped", error=type(error).__name__, message=str(error))
+            events.flush()
         raise
-    finally:
-        events.flush()
+    events.flush()
     return Done(card)
 
 
@@ -234,8 +233,6 @@ def _run(
 
 
 def _task(plan: Plan, partition: Partition, storage: Storage, job: str, isolated: bool) -> PartitionTask:
-    from pack.partition import PartitionTask  # noqa: PLC0415  # see _round
-
     files = tuple(plan.files[segment.file] for segment in partition.segments)
     return PartitionTask(partition, files, plan.config, plan.fingerprint, storage.location, job, isolated)
 
@@ -249,9 +246,6 @@ def _round(
     standing: _Standing,
     failures: dict[str, Failure],
 ) -> None:
-    # streaming and torch take seconds to import, and a job that is finished needs neither
-    from pack.executors import Failure, WorkerDied, run_tasks  # noqa: PLC0415
-
     with closing(run_tasks(tasks, plan.config.executor, media, stop)) as outcomes:
         for outcome in outcomes:
             standing.take(outcome)

@@ -17,17 +17,17 @@ from pathlib import Path
 import xxhash
 from streaming import MDSWriter
 
-from pack.config import PackConfig
 from pack.fingerprint import fingerprint
 from pack.guard import GIB, CrumbWriter, MemoryWatch, new_crumb, read_crumbs
 from pack.isolate import DirectRunner, IsolatedRunner, RowTask, Runner
 from pack.manifest_files import ManifestFile, RawRow, current_stamp, read_range
-from pack.plan import MIB, Partition, Segment
+from pack.plan import MIB, Segment
 from pack.reader import INDEX_FILE, ShardReader, parse_index
 from pack.row import MediaLoader, check_preprocessor_args, default_media
 from pack.rows_table import ROWS_FILE, RowsTable
 from pack.spool import RowSpool
 from pack.storage import COMMIT_FILE, REJECTS_FILE, LocalStorage, explain_io, hash_file, open_storage, remove_tree
+from pack.task import PartitionTask, Receipt
 from schemas.dataset import FileEntry, PartitionCommit, Reject, totals_of
 from schemas.errors import ConfigError, ManifestError, RowError, VerificationError
 from schemas.manifest import FileSource, parse_row
@@ -35,36 +35,6 @@ from schemas.registry import load_preprocessors
 from schemas.sample import COLUMNS, SampleMeta, parse_meta
 
 PART_FOLDER = "part"  # below an attempt's folder: what is renamed
-
-
-@dataclass(frozen=True)
-class PartitionTask:
-    """What a worker needs for one partition. files: of the partition's segments, in their order; job: id of the run;
-    isolated: run rows in child processes at once."""
-
-    partition: Partition
-    files: tuple[ManifestFile, ...]
-    config: PackConfig
-    fingerprint: str
-    output: str
-    job: str
-    isolated: bool = False
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """What became of a partition. won: this attempt committed it; media_s: seconds of picture or, without one,
-    sound."""
-
-    partition: str
-    rows: int
-    packed: int
-    rejected: int
-    media_s: float
-    bytes: int
-    seconds: float
-    isolated: bool
-    won: bool
 
 
 @dataclass
@@ -80,6 +50,9 @@ class _Progress:
 
 def write_partition(task: PartitionTask, media: MediaLoader | None = None) -> Receipt:
     """Packs one partition and commits it, or returns the receipt of the attempt that was first.
+
+    For worker processes: unless isolated, a row over its time or memory ends the process, and the next attempt is
+    isolated.
 
     media: how media are loaded, None for real files. ManifestError: the rows are not those of the plan; ConfigError:
     this worker's libraries are not those of the plan; what the machine refuses (full disk) passes through.

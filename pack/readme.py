@@ -25,7 +25,7 @@ def readme_text(card: DatasetCard) -> str:
         f"| video | {totals.video_hours:.2f} h in {totals.videos:,} clips, {totals.frames:,} frames |",
         f"| sound | {totals.audio_hours:.2f} h ({totals.audios:,} standalone) |",
         f"| images | {totals.images:,} |",
-        f"| size | {human_bytes(card.bytes)} in {card.shards:,} shards |",
+        f"| size | {human_bytes(card.bytes)} in {plural(card.shards, 'shard')} |",
         f"| partitions | {card.partitions:,} of {card.partitions_planned:,} |",
         f"| fingerprint | `{card.fingerprint}` |",
         f"| created | {card.created} |",
@@ -78,3 +78,8 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     raise AssertionError("unreachable")
+
+
+def plural(count: int, word: str) -> str:
+    """'1 shard', '2,000 shards'."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pack.readme import human_bytes
+from pack.readme import human_bytes, plural
 from pack.storage import Storage
 from schemas.dataset import DatasetCard
 
@@ -42,9 +42,9 @@ class Events:
             self.flush()
 
     def flush(self) -> None:
-        if self._waiting:
-            self._storage.append(EVENTS_FILE, "\n".join(self._waiting))
-        self._waiting, self._flushed = [], time.monotonic()
+        lines, self._waiting, self._flushed = self._waiting, [], time.monotonic()
+        if lines:
+            self._storage.append(EVENTS_FILE, "\n".join(lines))
 
 
 def read_events(storage: Storage) -> list[dict[str, Any]]:
@@ -90,11 +90,13 @@ class _Said(ProgressColumn):
 
 
 @contextmanager
-def bar(title: str, total: float | None = None, unit: str = "bytes") -> Iterator[Told]:
-    """A progress bar on stderr (plain lines when that is no terminal). unit: `bytes`, or the name of what is
-    counted."""
+def bar(
+    title: str, total: float | None = None, unit: str = "bytes", line_every_s: float = LINE_EVERY_S
+) -> Iterator[Told]:
+    """A progress bar on stderr (a plain line now and then when that is no terminal). unit: `bytes`, or the name of what
+    is counted."""
     told = Told(total, unit)
-    with _shown(stderr_console(), title, told.say, lambda: (told.done, told.total)):
+    with _shown(stderr_console(), title, told.say, lambda: (told.done, told.total), line_every_s):
         yield told
 
 
@@ -120,7 +122,9 @@ class Told:
 
 
 @contextmanager
-def job_progress(total_rows: int, poll: Callable[[], Counts], before: Counts) -> Iterator[None]:
+def job_progress(
+    total_rows: int, poll: Callable[[], Counts], before: Counts, line_every_s: float = LINE_EVERY_S
+) -> Iterator[None]:
     """The bar of `run`: rows, hours of media per second, bytes, rejects, time left. poll: reads where the job
     stands."""
     began = time.monotonic()
@@ -134,7 +138,7 @@ def job_progress(total_rows: int, poll: Callable[[], Counts], before: Counts) ->
     def say() -> str:
         return job_line(latest, before, total_rows, time.monotonic() - began)
 
-    with _shown(stderr_console(), "packing", say, done):
+    with _shown(stderr_console(), "packing", say, done, line_every_s):
         yield
 
 
@@ -163,7 +167,11 @@ def clock(seconds: float) -> str:
 
 @contextmanager
 def _shown(
-    console: Console, title: str, say: Callable[[], str], done: Callable[[], tuple[float, float | None]]
+    console: Console,
+    title: str,
+    say: Callable[[], str],
+    done: Callable[[], tuple[float, float | None]],
+    line_every_s: float,
 ) -> Iterator[None]:
     """Refreshes the bar, or prints a line now and then, from a thread of its own while the block runs."""
     finished = threading.Event()
@@ -184,7 +192,7 @@ def _shown(
             done()
             console.print(f"{title}: {say()}", soft_wrap=True)
 
-        period = LINE_EVERY_S
+        period = line_every_s
 
     def refresh() -> None:
         while not finished.wait(period):
@@ -213,13 +221,13 @@ def summary_table(card: DatasetCard, location: str) -> Table:
     table.add_row("rows", f"{totals.rows_in:,} in, {totals.rows_packed:,} packed, {rejected:,} rejected")
     for reason, count in totals.rejected.items():
         table.add_row("", f"{count:,} {reason}")
-    table.add_row("samples", f"{totals.samples:,} from {card.partitions:,} partitions")
+    table.add_row("samples", f"{totals.samples:,} from {plural(card.partitions, 'partition')}")
     table.add_row(
         "media",
         f"{totals.video_hours:.3f} h video ({totals.frames:,} frames), {totals.audio_hours:.3f} h sound, "
         f"{totals.images:,} images",
     )
-    table.add_row("size", f"{human_bytes(card.bytes)} in {card.shards:,} shards")
+    table.add_row("size", f"{human_bytes(card.bytes)} in {plural(card.shards, 'shard')}")
     table.add_row("dataset", location)
     return table
 

@@ -67,9 +67,10 @@ class RowSpool:
         _write(self._file, columns)
 
     def samples(self) -> Iterator[Columns]:
-        """The samples, in order."""
+        """The samples, in order; once."""
         if self._first is not None:
-            yield self._first
+            first, self._first = self._first, None  # large: the writer's copy is enough
+            yield first
         elif self.count:
             yield from read_spool(self.path, self.count)
 
@@ -99,8 +100,9 @@ def read_spool(path: Path, count: int) -> Iterator[Columns]:
     with open(path, "rb") as file:
         for _ in range(count):
             head = file.read(_HEAD.size)
-            parts = [file.read(size) for size in _HEAD.unpack(head)] if len(head) == _HEAD.size else []
-            if not parts or file.tell() > path.stat().st_size:
+            sizes = _HEAD.unpack(head) if len(head) == _HEAD.size else ()
+            parts = [file.read(size) for size in sizes]
+            if not parts or tuple(map(len, parts)) != sizes:
                 raise VerificationError(f"{path} ends before its {count} samples")
             name, source, media, meta = parts
             yield {"id": name.decode(), "source": source.decode(), "media": media, "meta": json.loads(meta)}

@@ -9,7 +9,7 @@ from typing import Any
 
 from pack.guard import read_crumbs
 from pack.job import FINISHED_FILE
-from pack.plan import load_plan
+from pack.plan_file import load_plan
 from pack.reader import CARD_FILE, INDEX_FILE
 from pack.readme import human_bytes
 from pack.rejects import read_plan_commits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from pack.plan import PLAN_FILE, load_plan
+from pack.plan_file import PLAN_FILE, load_plan
 from pack.preview.choose import MOST, Kinds, choose, kinds_of
 from pack.preview.facts import MOST_REJECTED
 from pack.preview.timeline import spread

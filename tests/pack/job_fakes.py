@@ -16,7 +16,8 @@ from PIL import Image
 
 from pack.config import PackConfig
 from pack.fingerprint import fingerprint
-from pack.plan import make_plan, save_plan
+from pack.plan import make_plan
+from pack.plan_file import save_plan
 from pack.row import MediaLoader
 from pack.storage import open_storage
 from schemas.conversation import Turn
@@ -116,6 +117,16 @@ def plain(conversations: Any, *, num_videos: int, metadata: dict, rng: Any, **_:
     return _markers(conversations, num_videos)
 
 
+def _meet(place: Path, who: str, whom: str) -> None:
+    """Waits until the other row is being packed, too."""
+    (place / who).touch()
+    end = time.monotonic() + 60
+    while not (place / whom).exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{whom} did not come")
+        time.sleep(0.02)
+
+
 @PREPROCESSOR_REGISTRY.register("test_poison")
 def poison(conversations: Any, *, num_videos: int, row: dict, **_: Any) -> list[Turn]:
     """Does what the row's `do` says."""
@@ -138,6 +149,8 @@ def poison(conversations: Any, *, num_videos: int, row: dict, **_: Any) -> list[
             raise SystemExit(3)
         case "slow":
             time.sleep(0.02)
+        case "meet":
+            _meet(Path(row["at"]), row["who"], row["whom"])
     return _markers(conversations, num_videos)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pack.config import PackConfig
 from pack.gc import collect_garbage
 from pack.job import check_threshold, retry_job, run_job
 from pack.merge import merge
-from pack.plan import load_plan
+from pack.plan_file import load_plan
 from pack.reader import PackedDataset
 from pack.rejects import final_rejects, read_plan_commits
 from pack.report import read_events
@@ -74,12 +75,21 @@ def test_a_job_from_manifest_to_dataset_then_nothing_to_do_then_growth(tmp_path:
     samples = [from_columns(dataset[i]) for i in range(len(dataset))]
     assert [s.meta.id for s in samples] == [f"r{i}" for i in range(40) if i != 5]
     assert samples == list(PackedDataset(str(tmp_path / "out")))
+    # a partition that was removed is packed again, alone
+    victim = load_plan(LocalStorage(tmp_path / "out")).partitions[2].name
+    shutil.rmtree(tmp_path / "out/parts" / victim)
+    restored, _ = run_job(config, MEDIA)
+    assert restored.card == done.card
+    packed = [e["partition"] for e in read_events(LocalStorage(tmp_path / "out")) if e["event"] == "partition_done"]
+    assert packed[done.card.partitions :] == [victim]
+    assert tree_bytes(tmp_path / "out", (".mds", "index.json", "dataset.json", "README.md")).items() <= before.items()
     # fifty more rows: only those are packed
     write_manifest(tmp_path / "m.jsonl", rows + [row(i) for i in range(40, 90)])
     grown, change = run_job(config, MEDIA)
     assert (change.kept, change.dropped) == (done.card.partitions, 0)
     packed = [e for e in read_events(LocalStorage(tmp_path / "out")) if e["event"] == "partition_done"]
-    assert sum(e["rows"] for e in packed) == 90
+    assert len({e["partition"] for e in packed}) == grown.card.partitions
+    assert sum(e["rows"] for e in packed[done.card.partitions + 1 :]) == 50
     assert (grown.card.totals.rows_in, grown.card.totals.rows_packed) == (90, 89)
     after = tree_bytes(tmp_path / "out" / "parts")
     assert {k: after[k] for k in after if k.split("/")[0] in {n.split("/")[1] for n in before if "parts/" in n}}.items()
@@ -117,7 +127,24 @@ def test_poison_rows_lose_only_themselves(tmp_path: Path) -> None:
     deaths = [e for e in read_events(LocalStorage(Path(config.output))) if e["event"] == "worker_died"]
     assert len(deaths) <= done.card.partitions  # once per partition, however many poison rows it has
     with pytest.raises(DataThresholdError, match=r"8 of 24 rows were rejected \(33\.3%\).*allows 5\.0%"):
-        check_threshold(done.card, config.model_copy(update={"rows": config.rows.model_copy(update={"max_bad_ratio": 0.05})}))
+        check_threshold(done.card, job_config(tmp_path / "m.jsonl", tmp_path / "out", rows={"max_bad_ratio": 0.05}))
+
+
+def test_two_workers_work_at_the_same_time(tmp_path: Path) -> None:
+    write_clips(tmp_path, 2)
+    rows = [row(i, do="meet", at=str(tmp_path), who=f"here{i}", whom=f"here{1 - i}") for i in range(2)]
+    config = job_config(write_manifest(tmp_path / "m.jsonl", rows), tmp_path / "out", partition={"target_mb": 0.01})
+    done, _ = run_job(config, MEDIA)
+    assert (done.card.partitions, done.card.totals.rows_packed) == (2, 2)
+
+
+def test_a_job_of_nothing_but_bad_rows_ends_and_says_so(tmp_path: Path) -> None:
+    write_manifest(tmp_path / "m.jsonl", [row(i) for i in range(3)])
+    config = job_config(tmp_path / "m.jsonl", tmp_path / "out")
+    done, _ = run_job(config, MEDIA)
+    assert (done.card.totals.samples, done.card.totals.rejected) == (0, {"missing_file": 3})
+    assert len(PackedDataset(config.output)) == 0
+    assert run_job(config, MEDIA)[0].nothing_to_do
 
 
 def test_retry_takes_only_rejected_rows_and_none_twice(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_dataset_dict_and_index_mapping_are_refused_with_what_to_do(tmp_path: Pa
 
 
 def test_empty_folder_and_double_names_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="no state.json"):
+    with pytest.raises(ManifestError, match=r"no state\.json"):
         find_manifests(str(tmp_path))
     (tmp_path / "m.jsonl").write_text("{}\n")
     with pytest.raises(ManifestError, match="twice"):

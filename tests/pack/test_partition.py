@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.pack.job_fakes import MEDIA, VERSIONS, job_config, row, tasks_of, tree_bytes, write_clips, write_manifest
-from tests.pack.job_fakes import load_video as fake_video
 from streaming.base.format.mds.reader import MDSReader
 
+from pack.config import PackConfig
 from pack.guard import CrumbWriter, new_crumb, read_crumbs
 from pack.partition import write_partition
 from pack.reader import PackedDataset
@@ -18,7 +18,10 @@ from pack.row import MediaLoader
 from pack.storage import LocalStorage
 from schemas.dataset import PartitionCommit, Reject
 from schemas.errors import ConfigError, ManifestError, RowError
-from schemas.sample import from_columns
+from schemas.sample import PackedVideo, VideoMeta, from_columns
+from schemas.sources import FileSource
+from tests.pack.job_fakes import MEDIA, VERSIONS, job_config, row, tasks_of, tree_bytes, write_clips, write_manifest
+from tests.pack.job_fakes import load_video as fake_video
 
 
 def _commit(folder: Path) -> PartitionCommit:
@@ -77,8 +80,7 @@ def test_samples_are_what_the_loader_gave_through_streamings_own_reader(clips: P
     reader = MDSReader.from_json(str(folder), "", entry)
     for i in range(3):
         sample = from_columns(reader[i])
-        source = replace(_source(clips, i))
-        video, meta = fake_video(source, config)
+        video, meta = fake_video(_source(clips, i), config)
         assert sample.videos == [video]
         assert sample.meta.videos == [meta]
         assert sample.meta.source == "test_poison"
@@ -89,9 +91,7 @@ def test_samples_are_what_the_loader_gave_through_streamings_own_reader(clips: P
         assert PackedDataset(str(folder)).meta(i) == sample.meta
 
 
-def _source(clips: Path, i: int):  # noqa: ANN202
-    from schemas.sources import FileSource  # noqa: PLC0415
-
+def _source(clips: Path, i: int) -> FileSource:
     return FileSource(str(clips / f"{i}.txt"))
 
 
@@ -102,7 +102,8 @@ def test_direct_isolated_and_repeated_attempts_give_the_same_bytes(clips: Path) 
         config = job_config(_manifest(clips, rows), clips / name, shard={"size_mb": 0.12}, source_name="test_poison")
         for task in tasks_of(config, isolated=isolated):
             assert write_partition(task, MEDIA).isolated == isolated
-        results.append(tree_bytes(clips / name / "parts", (".mds", ".parquet", "index.json", "rejects.jsonl", "_COMMIT")))
+        kept = (".mds", ".parquet", "index.json", "rejects.jsonl", "_COMMIT")
+        results.append(tree_bytes(clips / name / "parts", kept))
     assert len([n for n in results[0] if n.endswith(".mds")]) >= 3
     assert results[0] == results[1] == results[2]
 
@@ -130,7 +131,7 @@ def test_long_video_is_split_on_one_row(clips: Path) -> None:
     assert (totals.rows_in, totals.rows_packed, totals.samples) == (2, 2, 4)
 
 
-def _fails_late(source, config):  # noqa: ANN001, ANN202
+def _fails_late(source: FileSource, config: PackConfig) -> tuple[PackedVideo, VideoMeta]:
     if source.start_s:
         raise RowError("empty_video", "nothing in the second span", "video")
     return fake_video(source, config)
@@ -189,11 +190,11 @@ def test_a_changed_manifest_is_an_error_and_leaves_nothing(clips: Path) -> None:
     assert write_partition(task, MEDIA).packed == 4  # it only grew
 
 
-def _full_disk(source, config):  # noqa: ANN001, ANN202
+def _full_disk(source: FileSource, config: PackConfig) -> tuple[PackedVideo, VideoMeta]:
     raise OSError(28, "No space left on device")
 
 
-def _unexpected(source, config):  # noqa: ANN001, ANN202
+def _unexpected(source: FileSource, config: PackConfig) -> tuple[PackedVideo, VideoMeta]:
     raise KeyError("inner")
 
 
@@ -243,6 +244,4 @@ def test_a_dead_attempt_is_buried_and_its_row_gets_one_try_alone(clips: Path) ->
 
 
 def test_the_fake_loader_is_picklable() -> None:
-    import pickle  # noqa: PLC0415
-
     assert isinstance(pickle.loads(pickle.dumps(MEDIA)), MediaLoader)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pack.config import PackConfig
 from pack.fingerprint import fingerprint
-from pack.plan import Plan, load_plan, make_plan, save_plan, with_retries
+from pack.plan import Plan, make_plan, with_retries
+from pack.plan_file import load_plan, save_plan
 from pack.scan import repeats
 from pack.storage import LocalStorage
 from schemas.errors import ManifestError, VerificationError

@@ -7,18 +7,15 @@ import hashlib
 import os
 import threading
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 
+from pack.object_storage import ObjectStorage
 from pack.storage import (
     COMMIT_FILE,
     LocalStorage,
-    ObjectStorage,
     Storage,
     explain_io,
     hash_file,
@@ -26,26 +23,6 @@ from pack.storage import (
     write_atomic,
 )
 from schemas.errors import ConfigError, OmniloomError, VerificationError
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """A bucket on a local server."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    values = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(name, value)
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield "s3://bucket"
-    server.stop()
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -73,6 +50,9 @@ def test_files(storage: Storage) -> None:
     assert storage.read("a/b", 3, 4) == b"defg"
     assert storage.read("a/b", 8, 100) == b"ij"
     assert storage.read("a/b", 5, 0) == b""
+    assert storage.read("a/b", 10, 5) == b""
+    storage.write("empty", b"")
+    assert (storage.read("empty"), storage.read("empty", 0, 9)) == (b"", b"")
     assert storage.size("a/b") == 10
     assert storage.exists("a/b")
     storage.append("log", "one")

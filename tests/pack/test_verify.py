@@ -13,7 +13,7 @@ import pytest
 from pack.job import check_verified, preview_job
 from pack.merge import merge
 from pack.partition import write_partition
-from pack.plan import load_plan
+from pack.plan_file import load_plan
 from pack.report import bar
 from pack.rows_table import read_rows
 from pack.storage import LocalStorage

@@ -1,0 +1,31 @@
+"""A local S3 server for the tests of pack."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The URL of an empty bucket; credentials and endpoint stand in the environment, for child processes, too."""
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else every request is in the report of a failure
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    values = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    server.stop()
