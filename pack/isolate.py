@@ -69,7 +69,13 @@ def fill_from_row(task: RowTask, config: PackConfig, media: MediaLoader, spool: 
     try:
         if isinstance(task.value, str):
             raise RowError("bad_row", task.value, "row")
-        row = parse_row(task.value, base=task.base, location=task.location, occurrence=task.occurrence)
+        row = parse_row(
+            task.value,
+            base=task.base,
+            location=task.location,
+            occurrence=task.occurrence,
+            frames_fps=config.video.fps,
+        )
         spool.fill(pack_row(row, config, media))
     except BaseException as error:  # noqa: BLE001  # as_row_error raises what is no row's fault again
         spool.close()

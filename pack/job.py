@@ -32,7 +32,7 @@ from pack.task import PartitionTask
 from pack.verify import Verification, verify
 from schemas.dataset import DatasetCard
 from schemas.errors import ConfigError, DataThresholdError, IncompleteSourceError, OmniloomError, VerificationError
-from schemas.registry import PREPROCESSOR_REGISTRY, load_preprocessors
+from schemas.registry import load_preprocessors
 
 ROUNDS = 3
 PREVIEW_FILE = "preview.html"
@@ -55,10 +55,9 @@ def plan_job(config: PackConfig, media: MediaLoader | None = None) -> tuple[Plan
     ConfigError, ManifestError, RegistryError: nothing is written then.
     """
     versions = dict(VERSIONS if media is None else media.versions)
-    check_preprocessor_args(config)
     _find_modules_here()
     load_preprocessors(config.imports)
-    PREPROCESSOR_REGISTRY[config.source_name]
+    check_preprocessor_args(config)
     files = find_manifests(config.manifest)
     storage = open_storage(config.output)
     storage.check_writable()

@@ -80,8 +80,8 @@ def write_partition(task: PartitionTask, media: MediaLoader | None = None) -> Re
 
 def prepare_worker(task: PartitionTask, media: MediaLoader | None) -> MediaLoader:
     """Loads what rows need, once per process. ConfigError or RegistryError when this worker cannot pack this plan."""
-    check_preprocessor_args(task.config)
     load_preprocessors(task.config.imports)
+    check_preprocessor_args(task.config)
     loader = default_media() if media is None else media
     _check_versions(task, loader)
     return loader

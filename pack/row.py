@@ -18,7 +18,7 @@ from pack.storage import MACHINE_ERRNOS
 from schemas.conversation import Turn, check_media_counts
 from schemas.errors import ConfigError, RegistryError, RowError
 from schemas.manifest import FileSource, ManifestRow, Source
-from schemas.registry import conv_preprocess
+from schemas.registry import PREPROCESSOR_REGISTRY, conv_preprocess
 from schemas.sample import (
     AudioMeta,
     ImageMeta,
@@ -60,12 +60,14 @@ def default_media() -> MediaLoader:
 
 
 def check_preprocessor_args(config: PackConfig) -> None:
-    """ConfigError when `pack.preprocessor_args` uses a name that the packer itself passes."""
+    """ConfigError when `pack.preprocessor_args` has a name that the packer itself passes or that the preprocessor does
+    not know; RegistryError when there is no such preprocessor. Call after `load_preprocessors`."""
     taken = sorted(set(config.preprocessor_args) & {*PACKER_KWARGS, "conversations", "source_name"})
     if taken:
         raise ConfigError(
             f"pack.preprocessor_args: {', '.join(taken)} is passed by the packer itself; choose another name"
         )
+    PREPROCESSOR_REGISTRY.check_arguments(config.source_name, config.preprocessor_args)
 
 
 def pack_row(row: ManifestRow, config: PackConfig, media: MediaLoader) -> Iterator[PackedSample]:
