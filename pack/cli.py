@@ -97,10 +97,14 @@ def preview(
     out: Annotated[
         Path | None, typer.Option(help="Where to write the page; default: preview.html in the dataset.")
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint directory: also show each sample's tokens and which of them train."),
+    ] = None,
 ) -> None:
-    """Make one HTML page that shows samples: frames, sound, conversation, histograms."""
+    """Make one HTML page that shows samples: frames, sound, conversation, tokens, histograms."""
     storage = _storage(dataset)
-    typer.echo(job.preview_job(storage, load_plan(storage).config, out))
+    typer.echo(job.preview_job(storage, load_plan(storage).config, out, tokenizer))
 
 
 @app.command("extract")

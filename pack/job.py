@@ -276,18 +276,20 @@ def check_verified(found: Verification) -> None:
         raise VerificationError(f"{found.faults[0]}{more}")
 
 
-def preview_job(storage: Storage, config: PackConfig, out: Path | None = None) -> str:
-    """Makes the preview page; where it is."""
+def preview_job(storage: Storage, config: PackConfig, out: Path | None = None, tokenizer: Path | None = None) -> str:
+    """Makes the preview page; where it is. tokenizer: a checkpoint directory, to show the tokens of each sample."""
     from pack.preview.page import write_preview  # noqa: PLC0415  # plots take seconds to import
+    from pack.preview.tokens import TokenPainter  # noqa: PLC0415  # with the page
 
     if storage.try_read(INDEX_FILE) is None:
         raise IncompleteSourceError(f"{storage.location} has no {INDEX_FILE}; run `omniloom pack merge` first")
+    painter = TokenPainter.open(tokenizer) if tokenizer is not None else None
     if out is not None:
-        write_preview(storage.location, out, config.preview)
+        write_preview(storage.location, out, config.preview, painter)
         return str(out)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, PREVIEW_FILE)
-        write_preview(storage.location, page, config.preview)
+        write_preview(storage.location, page, config.preview, painter)
         storage.write(PREVIEW_FILE, page.read_bytes())
     return storage.url(PREVIEW_FILE)
 

@@ -15,6 +15,7 @@ from pack.config import PreviewConfig
 from pack.preview import plots, timeline, view
 from pack.preview.facts import facts_of
 from pack.preview.load import load_rejects, load_samples
+from pack.preview.tokens import TokenPainter
 from pack.reader import CARD_FILE, PackedDataset
 from pack.storage import explain_io, write_atomic
 from schemas.dataset import DatasetCard, Reject
@@ -25,8 +26,8 @@ MAX_SOUND_BYTES = 2 * 2**20  # one sound in the page; 65 s of 16-bit WAV at 16 k
 PAGE_SOUND_BYTES = 32 * 2**20  # all sounds of the page
 
 
-def write_preview(dataset: str, out: Path, config: PreviewConfig) -> None:
-    """Writes the page of a merged dataset (a folder or URL), atomically.
+def write_preview(dataset: str, out: Path, config: PreviewConfig, painter: TokenPainter | None = None) -> None:
+    """Writes the page of a merged dataset (a folder or URL), atomically. painter: also shows the tokens of each sample.
 
     IncompleteSourceError when there is no merged dataset, SchemaError when a chosen sample is damaged.
     """
@@ -35,17 +36,23 @@ def write_preview(dataset: str, out: Path, config: PreviewConfig) -> None:
     if card is None:
         missing = packed.storage.url(CARD_FILE)
         raise IncompleteSourceError(f"{missing} does not exist; `omniloom pack merge` makes it")
-    html = render(card, load_rejects(packed.storage), load_samples(packed, card, config.samples), config)
+    html = render(card, load_rejects(packed.storage), load_samples(packed, card, config.samples), config, painter)
     with explain_io("cannot write", str(out)):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, html.encode())
 
 
-def render(card: DatasetCard, rejects: Sequence[Reject], samples: Sequence[PackedSample], config: PreviewConfig) -> str:
+def render(
+    card: DatasetCard,
+    rejects: Sequence[Reject],
+    samples: Sequence[PackedSample],
+    config: PreviewConfig,
+    painter: TokenPainter | None = None,
+) -> str:
     """The HTML of the page for these samples, in this order."""
     sounds = sum(len(s.audios) + sum(v.audio is not None for v in s.videos) for s in samples)
     sound_bytes = min(MAX_SOUND_BYTES, PAGE_SOUND_BYTES // max(1, sounds))
-    views = [view.view_sample(sample, i, config.max_frames, sound_bytes) for i, sample in enumerate(samples)]
+    views = [view.view_sample(sample, i, config.max_frames, sound_bytes, painter) for i, sample in enumerate(samples)]
     loudness = [t.sound.rms_dbfs for v in views for t in v.timelines if t.sound]
     script, style = _resource("page.js"), _resource("page.css")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -10,6 +10,7 @@ from typing import cast
 from pack.preview.picture import Thumb, thumbnail
 from pack.preview.texts import flag_texts, origin_facts, size
 from pack.preview.timeline import Timeline, audio_timeline, video_timeline
+from pack.preview.tokens import TokenLayout, TokenPainter
 from schemas.conversation import Part as CanonicalPart
 from schemas.conversation import Turn as CanonicalTurn
 from schemas.sample import ImageMeta, PackedSample
@@ -53,10 +54,14 @@ class SampleView:
     turns: list[Turn]
     extra: str
     provenance: list[tuple[str, str]]
+    tokens: TokenLayout | None = None
 
 
-def view_sample(sample: PackedSample, number: int, max_frames: int, max_sound_bytes: int) -> SampleView:
-    """The view of one sample; number: its place on the page, from 0, which names its anchors."""
+def view_sample(
+    sample: PackedSample, number: int, max_frames: int, max_sound_bytes: int, painter: TokenPainter | None = None
+) -> SampleView:
+    """The view of one sample; number: its place on the page, from 0, which names its anchors; painter: lays out its
+    tokens."""
     meta, anchor = sample.meta, f"s{number}"
     timelines = [
         video_timeline(f"{anchor}-video{i}", f"video {i + 1}", video, described, max_frames, max_sound_bytes)
@@ -91,6 +96,7 @@ def view_sample(sample: PackedSample, number: int, max_frames: int, max_sound_by
             ("media", f"{meta.media_bytes:,} bytes, crc32 {meta.media_crc32:08x}"),
             ("shard version", str(meta.version)),
         ],
+        tokens=painter.layout(meta) if painter is not None else None,
     )
 
 

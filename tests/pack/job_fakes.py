@@ -113,6 +113,7 @@ def _markers(conversations: Any, num_videos: int) -> list[Turn]:
 
 @PREPROCESSOR_REGISTRY.register("test_plain")
 def plain(conversations: Any, *, num_videos: int, metadata: dict, rng: Any, **_: Any) -> list[Turn]:
+    """A question with all videos before it; keeps a draw of the row's generator."""
     metadata["draw"] = rng.random()
     return _markers(conversations, num_videos)
 

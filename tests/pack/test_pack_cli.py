@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
+from jobs.cli import TRACEBACK_VARIABLE, main
 from pack.plan_file import load_plan
 from pack.storage import LocalStorage
 
 TEXT = [{"from": "human", "value": "What is a shard?"}, {"from": "gpt", "value": "A file of samples."}]
+
+
+@pytest.fixture(autouse=True)
+def _one_line_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRACEBACK_VARIABLE, "0")
 
 
 def _run(*words: str) -> int:
