@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pack.config import PackConfig
 from pack.executors import Failure, Outcome, WorkerDied, run_tasks
-from pack.fingerprint import fingerprint
+from pack.fingerprint import fingerprint, preprocessor_code
 from pack.guard import read_crumbs
 from pack.manifest_files import find_manifests
 from pack.media.versions import VERSIONS
@@ -64,14 +64,16 @@ def plan_job(config: PackConfig, media: MediaLoader | None = None) -> tuple[Plan
     old = load_plan(storage) if storage.exists(PLAN_FILE) else None
     if old is None:
         _refuse_foreign(storage)
-    mark = fingerprint(config, versions)
+    code = preprocessor_code(config.source_name)
+    codes = old.codes if old is not None and code in old.codes else (code,)
+    mark = fingerprint(config, versions, codes[0])
     if old is not None and old.fits(files, mark):
         plan = replace(old, config=config)
         if plan != old:
             save_plan(storage, plan)
         return plan, None
     with bar("planning", sum(file.size for file in files)) as told:
-        plan, change = make_plan(config, versions, mark, old, files, lambda size, _rows: told.advance(size))
+        plan, change = make_plan(config, versions, mark, old, files, lambda size, _: told.advance(size), codes)
     save_plan(storage, plan)
     Events(storage).add("planned", rows=plan.rows, partitions=len(plan.partitions), **asdict(change))
     return plan, change
@@ -113,7 +115,9 @@ def retry_job(config: PackConfig, reasons: Sequence[str] = (), media: MediaLoade
         plan = load_plan(storage)
         _find_modules_here()
         load_preprocessors(config.imports)
-        if fingerprint(config, dict(VERSIONS if media is None else media.versions)) != plan.fingerprint:
+        check_preprocessor_args(config)
+        versions = dict(VERSIONS if media is None else media.versions)
+        if fingerprint(config, versions, plan.codes[0]) != plan.fingerprint:
             raise ConfigError(
                 "this configuration or these library versions would pack other bytes than the ones that are there; "
                 "`omniloom pack run` makes a new plan with it"
@@ -121,6 +125,8 @@ def retry_job(config: PackConfig, reasons: Sequence[str] = (), media: MediaLoade
         rejected = rejected_offsets(storage, plan, read_plan_commits(storage, plan), reasons)
         count = sum(map(len, rejected.values()))
         plan = replace(with_retries(plan, rejected) if count else plan, config=config)
+        # a preprocessor that was mended for just these rows is the reason to try them again
+        plan = replace(plan, codes=tuple(dict.fromkeys([*plan.codes, preprocessor_code(config.source_name)])))
         save_plan(storage, plan)
         Events(storage).add("retrying", rows=count)
         return _finish(storage, plan, media, stop), count
@@ -233,7 +239,9 @@ def _run(
 
 def _task(plan: Plan, partition: Partition, storage: Storage, job: str, isolated: bool) -> PartitionTask:
     files = tuple(plan.files[segment.file] for segment in partition.segments)
-    return PartitionTask(partition, files, plan.config, plan.fingerprint, storage.location, job, isolated)
+    return PartitionTask(
+        partition, files, plan.config, plan.fingerprint, storage.location, job, isolated, plan.codes[0]
+    )
 
 
 def _round(

@@ -103,7 +103,7 @@ def _receipt(commit: PartitionCommit, name: str, began: float, isolated: bool, w
 
 
 def _check_versions(task: PartitionTask, loader: MediaLoader) -> None:
-    if fingerprint(task.config, dict(loader.versions)) == task.fingerprint:
+    if fingerprint(task.config, dict(loader.versions), task.code) == task.fingerprint:
         return
     here = ", ".join(f"{name} {version}" for name, version in sorted(loader.versions.items()))
     raise ConfigError(

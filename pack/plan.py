@@ -69,7 +69,8 @@ class Partition:
 
 @dataclass(frozen=True)
 class Plan:
-    """A frozen manifest. rows: rows of the manifest (a retried row counts once)."""
+    """A frozen manifest. rows: rows of the manifest (a retried row counts once); codes: of the preprocessor, the first
+    is part of the fingerprint, the others packed retried rows."""
 
     fingerprint: str
     config: PackConfig
@@ -77,6 +78,7 @@ class Plan:
     files: tuple[ManifestFile, ...]
     rows: int
     partitions: tuple[Partition, ...] = field(repr=False)
+    codes: tuple[str, ...] = ("",)
 
     def fits(self, files: Sequence[ManifestFile], fingerprint: str) -> bool:
         """True when planning these files again would give this plan."""
@@ -106,9 +108,10 @@ def make_plan(
     old: Plan | None = None,
     files: list[ManifestFile] | None = None,
     watch: Watch = _ignore,
+    codes: tuple[str, ...] = ("",),
 ) -> tuple[Plan, PlanChange]:
     """Plans the manifest of `config`. mark: its fingerprint; old: the plan to grow, if there is one; files: the
-    manifest's files when they were looked up already.
+    manifest's files when they were looked up already; codes: as in the plan.
 
     ManifestError: no manifest, or one without a row.
     """
@@ -129,7 +132,7 @@ def make_plan(
         place = kept[i].number if i < len(kept) else number + i - len(kept)
         base.append(Partition(place, _key(mark, files, (segment,), 0), size, (segment,)))
     retries = _kept_retries(before, base, files, mark)
-    plan = Plan(mark, config, versions, tuple(files), sum(s.rows for s in scans), tuple(base + retries))
+    plan = Plan(mark, config, versions, tuple(files), sum(s.rows for s in scans), tuple(base + retries), codes)
     return replace(plan, partitions=tuple(sorted(plan.partitions, key=lambda p: p.number))), _change(old, plan)
 
 

@@ -40,6 +40,7 @@ def save_plan(storage: Storage, plan: Plan) -> None:
         "table": {"file": table, "bytes": len(data), "xxh3_64": digest},
         "files": [asdict(file) for file in plan.files],
         "versions": plan.versions,
+        "preprocessor_codes": list(plan.codes),
         "config": plan.config.model_dump(mode="json"),
     }
     storage.write(PLAN_FILE, (json.dumps(head, indent=1) + "\n").encode())
@@ -81,7 +82,8 @@ def load_plan(storage: Storage) -> Plan:
         raise VerificationError(f"{storage.url(PLAN_FILE)} is damaged: {error}") from error
     partitions = _from_table(pq.read_table(io.BytesIO(data)))
     files = tuple(ManifestFile(**file) for file in head["files"])
-    return Plan(head["fingerprint"], config, head["versions"], files, head["rows"], partitions)
+    codes = tuple(head["preprocessor_codes"])
+    return Plan(head["fingerprint"], config, head["versions"], files, head["rows"], partitions, codes)
 
 
 _SCHEMA = pa.schema(

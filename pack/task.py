@@ -12,7 +12,7 @@ from pack.plan import Partition
 @dataclass(frozen=True)
 class PartitionTask:
     """What a worker needs for one partition. files: of the partition's segments, in their order; job: id of the run;
-    isolated: run rows in child processes at once."""
+    isolated: run rows in child processes at once; code: the preprocessor's, as it is part of the fingerprint."""
 
     partition: Partition
     files: tuple[ManifestFile, ...]
@@ -21,6 +21,7 @@ class PartitionTask:
     output: str
     job: str
     isolated: bool = False
+    code: str = ""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class TokenPainter:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # a damaged tokenizer.json is a plain Exception of tokenizers
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"--tokenizer {folder}: transformers finds no tokenizer there: {reason}") from error
         return cls(tokenizer, family(folder))

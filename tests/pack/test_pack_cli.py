@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from jobs.cli import TRACEBACK_VARIABLE, main
 from pack.plan_file import load_plan
 from pack.storage import LocalStorage
 
+ROOT = Path(__file__).parents[2]
 TEXT = [{"from": "human", "value": "What is a shard?"}, {"from": "gpt", "value": "A file of samples."}]
 
 
@@ -175,3 +179,41 @@ def test_an_unknown_reason_lists_the_known(tmp_path: Path, capsys: pytest.Captur
     assert "missing_file" in _error(capsys)
     assert _run("plan", config) == 0
     assert _run("retry-rejected", str(tmp_path / "out"), "pack.seed=1") == 2
+
+
+def test_an_edited_preprocessor_is_another_plan_and_may_mend_rejected_rows(tmp_path, monkeypatch):
+    """Packed rows are never mixed with those of other code; retrying rejected rows with mended code is no mix."""
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / "mine_edited.py"
+    code = (
+        "from schemas.registry import PREPROCESSOR_REGISTRY\n"
+        "@PREPROCESSOR_REGISTRY.register('mine_edited')\n"
+        "def mine(conversations, **kwargs):\n"
+        "    '''Text rows.'''\n"
+        "    {check}\n"
+        "    return [['user', ('text', conversations[0]['value'])], ['assistant', ('text', '{reply}')]]\n"
+    )
+    rows = [{"id": f"r{i}", "conversations": [{"from": "human", "value": f"q{i}"}]} for i in range(4)]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "c.yaml").write_text(
+        "pack: {manifest: m.jsonl, output: out, source_name: mine_edited, imports: [mine_edited],\n"
+        "  executor: {kind: local, workers: 1}, rows: {max_bad_ratio: 1.0}}\n"
+    )
+
+    def run(*words):
+        command = [sys.executable, "-m", "jobs.cli", "pack", *words]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+        return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+
+    module.write_text(code.format(check="assert conversations[0]['value'] != 'q2'", reply="one"))
+    assert run("run", "c.yaml").returncode == 0
+    assert "r2" in run("rejects", "out").stdout
+    module.write_text(code.format(check="pass", reply="one"))
+    assert run("retry-rejected", "c.yaml").returncode == 0
+    assert json.loads(run("rejects", "out", "--json").stdout) == []
+    mended = load_plan(LocalStorage(tmp_path / "out")).fingerprint
+    assert run("plan", "c.yaml").returncode == 0
+    assert load_plan(LocalStorage(tmp_path / "out")).fingerprint == mended
+    module.write_text(code.format(check="pass", reply="two"))
+    assert run("plan", "c.yaml").returncode == 0
+    assert load_plan(LocalStorage(tmp_path / "out")).fingerprint != mended

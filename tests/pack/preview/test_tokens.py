@@ -64,7 +64,9 @@ def test_the_page_marks_the_trained_tokens(painter: TokenPainter) -> None:
 
 def test_a_sample_that_the_model_cannot_take_says_why() -> None:
     vision = TokenPainter(TokenPainter.open(TOKENIZER).tokenizer, "qwen3_vl")
-    sample = made.sample("one", audios=[(made.sine(1.0), made.audio_meta(1.0))], conversation=[["user", ("audio", None)]])
+    sample = made.sample(
+        "one", audios=[(made.sine(1.0), made.audio_meta(1.0))], conversation=[["user", ("audio", None)]]
+    )
     layout = vision.layout(sample.meta)
     assert layout.parts == [] and "Qwen3-VL takes no sound" in layout.error
     html = page.render(made.card([sample]), [], [sample], PreviewConfig(), vision)
@@ -81,4 +83,8 @@ def test_the_family_is_read_from_the_files(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--tokenizer {tmp_path}"):
+        TokenPainter.open(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="transformers finds no tokenizer there"):
         TokenPainter.open(tmp_path)
