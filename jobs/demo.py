@@ -63,7 +63,7 @@ def demo(
     with _step(console, 4, "verify") as say:
         storage = open_storage(config.output)
         found = verify_job(storage, plan)
-        check_verified(found)
+        check_verified(storage, found)
         say(f"{found.samples} samples, {found.bytes / 1e6:.1f} MB read again: every byte as written")
     with _step(console, 5, "preview") as say:
         page = preview_job(storage, config, out / "preview.html")

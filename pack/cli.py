@@ -84,7 +84,7 @@ def verify(dataset: Dataset) -> None:
     found = job.verify_job(storage, load_plan(storage))
     for fault in found.faults[1:]:
         typer.echo(fault, err=True)
-    job.check_verified(found)
+    job.check_verified(storage, found)
     typer.echo(
         f"verified: {plural(found.samples, 'sample')} of {plural(found.partitions, 'partition')}, "
         f"{human_bytes(found.bytes)}, no fault"

@@ -179,8 +179,8 @@ def _run_ray(
     ray = _import_ray()
     started = not ray.is_initialized()
     if started:
-        _start_ray(ray, executor)
-        stop.install()  # Ray takes SIGTERM over
+        with stop.hold():
+            _start_ray(ray, executor)
     try:
         _preflight(ray, tasks[0], media)
         _quiet(ray)

@@ -52,7 +52,7 @@ class RowTask:
                 return str(given), source
             with suppress(RowError):
                 return f"{content_key(self.value):016x}" + (f"-{self.occurrence}" if self.occurrence else ""), source
-        return f"{self.location[0].rsplit('/', 1)[-1]}:{self.location[1]}", ""
+        return f"{self.location[0].rsplit('/', 1)[-1]}#row{self.location[1]}", ""
 
 
 class Runner(Protocol):

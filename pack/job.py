@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 import uuid
@@ -145,7 +146,7 @@ def _finish(storage: Storage, plan: Plan, media: MediaLoader | None, stop: Stopp
         events.add("merged", samples=card.totals.samples, rejected=sum(card.totals.rejected.values()))
         found = verify_job(storage, plan)
         events.add("verified", samples=found.samples, bytes=found.bytes, faults=len(found.faults))
-        check_verified(found)
+        check_verified(storage, found)
         if card.totals.samples:
             preview_job(storage, plan.config)
         storage.write(FINISHED_FILE, (json.dumps({"fingerprint": card.fingerprint}) + "\n").encode())
@@ -213,7 +214,8 @@ def _run(
     """Rounds over what is missing. OmniloomError names a partition that is still missing after the last one."""
     job = uuid.uuid4().hex[:12]
     standing = _Standing(storage, plan, job)
-    events.add("started", job=job, partitions=len(todo), **asdict(standing.before))
+    me = {"host": socket.gethostname(), "pid": os.getpid()}
+    events.add("started", job=job, partitions=len(todo), **asdict(standing.before), **me)
     failures: dict[str, Failure] = {}
     rows = sum(partition.rows for partition in plan.partitions)
     try:
@@ -277,11 +279,13 @@ def verify_job(storage: Storage, plan: Plan) -> Verification:
         return verify(storage, plan, told)
 
 
-def check_verified(found: Verification) -> None:
-    """VerificationError with the first fault."""
+def check_verified(storage: Storage, found: Verification) -> None:
+    """VerificationError with the first fault and what to do; the job no longer counts as finished then."""
     if found.faults:
+        storage.remove(FINISHED_FILE)
         more = f" (and {len(found.faults) - 1} more)" if len(found.faults) > 1 else ""
-        raise VerificationError(f"{found.faults[0]}{more}")
+        mend = "remove the damaged folder below parts/ and run `omniloom pack run` again: it is packed anew"
+        raise VerificationError(f"{found.faults[0]}{more}; {mend}")
 
 
 def preview_job(storage: Storage, config: PackConfig, out: Path | None = None, tokenizer: Path | None = None) -> str:

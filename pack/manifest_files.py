@@ -220,13 +220,13 @@ def _batches(file: ManifestFile, row_start: int, rows: int | None) -> Iterator[t
 
 
 def _parquet_batches(source: Any, row_start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    table = pq.ParquetFile(source)
+    table = pq.ParquetFile(source, pre_buffer=False)
     number = 0
     for group in range(table.num_row_groups):
         size = table.metadata.row_group(group).num_rows
         if number + size > row_start:
             inside = number
-            for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group]):
+            for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group], use_threads=False):
                 yield inside, batch
                 inside += batch.num_rows
         number += size

@@ -80,7 +80,7 @@ def load_plan(storage: Storage) -> Plan:
         config = PackConfig.model_validate(head["config"])
     except ValidationError as error:
         raise VerificationError(f"{storage.url(PLAN_FILE)} is damaged: {error}") from error
-    partitions = _from_table(pq.read_table(io.BytesIO(data)))
+    partitions = _from_table(pq.read_table(io.BytesIO(data), use_threads=False, pre_buffer=False))
     files = tuple(ManifestFile(**file) for file in head["files"])
     codes = tuple(head["preprocessor_codes"])
     return Plan(head["fingerprint"], config, head["versions"], files, head["rows"], partitions, codes)

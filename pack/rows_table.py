@@ -100,7 +100,7 @@ def add_histograms(parts: Iterable[dict[str, Histogram]]) -> dict[str, Histogram
 def read_rows(data: bytes, where: str) -> pa.Table:
     """The rows table of a partition. SchemaError when it cannot be read or has other columns."""
     try:
-        table = pq.read_table(io.BytesIO(data))
+        table = pq.read_table(io.BytesIO(data), use_threads=False, pre_buffer=False)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SchemaError(f"{where} cannot be read: {error}") from error
     if table.schema != ROWS_SCHEMA:

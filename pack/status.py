@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
+import psutil
+
 from pack.guard import read_crumbs
 from pack.job import FINISHED_FILE
+from pack.plan import Plan
 from pack.plan_file import load_plan
 from pack.reader import CARD_FILE, INDEX_FILE
 from pack.readme import human_bytes
-from pack.rejects import read_plan_commits
+from pack.rejects import Commit, final_rejects, read_plan_commits
 from pack.report import Counts, clock, read_events
 from pack.storage import Storage
 
@@ -35,7 +40,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Status:
-    """rows: of all partitions (a retried row counts again); left_s: estimated time, None when nothing tells."""
+    """rows: of the manifest; rejected: after retries; left_s: estimated time, None when nothing tells."""
 
     location: str
     state: str
@@ -67,17 +72,12 @@ def read_status(storage: Storage) -> Status:
         attempts.append(Attempt(*where, crumb.isolated, alive, round(time.time() - written, 1)))
         if alive is not False:
             running.append(Counts(crumb.rows_done, crumb.rejects, crumb.media_s, crumb.bytes))
-    sums = Counts()
-    for commit in commits:
-        totals = commit.record.totals
-        rejected = sum(totals.rejected.values())
-        sums = sums.plus([Counts(totals.rows_in, rejected, totals.video_s or totals.audio_s, totals.media_bytes)])
-    now = sums.plus(running)
+    now = Counts().plus([*_finished(storage, plan, commits), *running])
     events = read_events(storage)
-    rows = sum(partition.rows for partition in plan.partitions)
+    rows = plan.rows
     return Status(
         location=storage.location,
-        state=_state(storage, len(commits), len(plan.partitions), bool(running)),
+        state=_state(storage, len(commits), len(plan.partitions), bool(running), _job_is_alive(events)),
         partitions_planned=len(plan.partitions),
         partitions_committed=len(commits),
         rows_planned=rows,
@@ -91,9 +91,31 @@ def read_status(storage: Storage) -> Status:
     )
 
 
-def _state(storage: Storage, committed: int, planned: int, running: bool) -> str:
+def _finished(storage: Storage, plan: Plan, commits: list[Commit]) -> Iterator[Counts]:
+    """What is committed. A retried row counts once, as what it is now."""
+    retried = any(commit.planned.generation for commit in commits)
+    for commit in commits:
+        totals = commit.record.totals
+        rows = 0 if commit.planned.generation else totals.rows_in
+        rejected = 0 if retried else sum(totals.rejected.values())
+        yield Counts(rows, rejected, totals.video_s or totals.audio_s, totals.media_bytes)
+    if retried:
+        yield Counts(0, sum(1 for _ in final_rejects(storage, plan, commits)), 0.0, 0)
+
+
+def _job_is_alive(events: list[dict[str, Any]]) -> bool:
+    """Whether the process that started last, on this machine, is still there."""
+    last = next((e for e in reversed(events) if e.get("event") in ("started", "stopped", "finished")), None)
+    if last is None or last["event"] != "started" or last.get("host") != socket.gethostname():
+        return False
+    return psutil.pid_exists(int(last["pid"]))
+
+
+def _state(storage: Storage, committed: int, planned: int, running: bool, alive: bool) -> str:
     if committed < planned:
-        return "running" if running else "not running; `omniloom pack run` goes on from here"
+        if running:
+            return "running"
+        return "its workers are starting" if alive else "not running; `omniloom pack run` goes on from here"
     if not (storage.exists(INDEX_FILE) and storage.exists(CARD_FILE)):
         return "packed, not merged"
     return "finished" if storage.exists(FINISHED_FILE) else "merged, not verified"

@@ -59,7 +59,7 @@ Json = Annotated[JsonValue, AfterValidator(_finite)]
 FLAGS: dict[str, str] = {
     "truncated": "the stream ends before the container says",
     "decode_errors": "packets were damaged; decode_errors counts them",
-    "missing_media": "a hole of over 0.1 s inside the stream; gaps_s has its span",
+    "missing_media": "a hole of over 0.1 s in the stream (lost packets or a held picture); gaps_s has its span",
     "silent": "the whole sound stays under -60 dBFS",
     "clipped": "samples beyond full scale were clipped",
     "non_finite": "NaN or infinite samples were replaced by silence",
@@ -77,7 +77,7 @@ FLAGS: dict[str, str] = {
     "fps_lowered": "fps is below the one asked for (source rate, max_frames or max_tokens)",
     "fps_raised": "fps is above the one asked for (min_frames)",
     "several_tracks": "the file has more than one track of this kind; origin.stream_index has the chosen one",
-    "held_start": "the first picture is later than t = 0 and is shown from there",
+    "held_start": "the first picture is over 20 ms later than t = 0, and is shown from t = 0 on",
     "still": "the picture is one still image",
     "no_audio": "the file has no sound",
 }

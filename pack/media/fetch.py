@@ -78,6 +78,8 @@ def _download(uri: str, copy: tempfile._TemporaryFileWrapper) -> None:
         with fsspec.open(uri, "rb") as remote:
             shutil.copyfileobj(remote, copy, COPY_BLOCK)
     except FileNotFoundError:
+        if uri.startswith(("http://", "https://")):  # what a server that cannot be reached gives, too
+            raise RowError("fetch_failed", f"{uri} was not found, or its server cannot be reached", "fetch") from None
         raise RowError("missing_file", f"{uri} does not exist", "fetch") from None
     except PermissionError:
         raise RowError("permission_denied", f"{uri}: access denied", "fetch") from None

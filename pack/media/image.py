@@ -21,7 +21,9 @@ def open_image(data: bytes, name: str) -> Image.Image:
     """The opened image, not yet decoded; RowError bad_image."""
     try:
         return Image.open(io.BytesIO(data))
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+    except UnidentifiedImageError:
+        raise RowError("bad_image", f"{name}: no image format that is known", "image") from None
+    except (Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
         raise RowError("bad_image", f"{name}: {error}", "image") from None
 
 

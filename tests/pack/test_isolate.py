@@ -139,7 +139,7 @@ def test_the_same_rows_in_this_process(clips: Path) -> None:
 
 
 def test_names_of_rows_that_cannot_be_parsed(clips: Path) -> None:
-    assert _task(clips, "no JSON", 5).names() == ("m.jsonl:5", "")
+    assert _task(clips, "no JSON", 5).names() == ("m.jsonl#row5", "")
     assert _task(clips, {"id": 7, "source": "s"}).names() == ("7", "s")
     bare = {"conversations": "x"}
     assert _task(clips, bare).names() == (parse_row(bare, base="", location=("", 0)).id, "")

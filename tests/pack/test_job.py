@@ -166,6 +166,10 @@ def test_retry_takes_only_rejected_rows_and_none_twice(tmp_path: Path) -> None:
     assert sorted(ids) == sorted(f"r{i}" for i in range(20) if i != 8)
     (tmp_path / "8.txt").write_text("1")
     assert retry_job(config, ["crashed"], MEDIA)[1] == 0
+    status = read_status(LocalStorage(tmp_path / "out"))
+    card = second.card.totals
+    assert (status.rows_planned, status.rows_done) == (card.rows_in, card.rows_in)
+    assert status.rejected == sum(card.rejected.values())
     third, count = retry_job(config, ["missing_file"], MEDIA)
     assert (count, third.card.totals.rows_packed, third.card.totals.rejected) == (1, 20, {"duplicate_id": 1})
     again, change = run_job(config, MEDIA)

@@ -76,10 +76,10 @@ def test_a_changed_object_is_found(place: str, tmp_path: Path) -> None:
     run_job(config, MEDIA)
     storage = open_storage(place)
     plan = load_plan(storage)
-    check_verified(verify_job(storage, plan))
+    check_verified(storage, verify_job(storage, plan))
     (shard,) = [e.name for e in storage.files("parts") if e.name.endswith(".mds")]
     data = bytearray(storage.read(shard))
     data[len(data) // 4] ^= 1
     storage.write(shard, bytes(data))
     with pytest.raises(VerificationError, match=r"shard\.00000\.mds: sample 0: .*crc"):
-        check_verified(verify_job(storage, plan))
+        check_verified(storage, verify_job(storage, plan))

@@ -59,7 +59,7 @@ def test_rows_become_samples_and_rejects_and_each_is_counted_once(clips: Path) -
         ("r1", 1, "preprocess", "preprocessor_failed"),
         ("r3", 3, "fetch", "missing_file"),
         ("r0", 4, "row", "duplicate_id"),
-        ("m.jsonl:6", 6, "row", "bad_row"),
+        ("m.jsonl#row6", 6, "row", "bad_row"),
     ]
     assert "ZeroDivisionError: one over nothing" in _rejects(folder)[0].detail
     assert _rejects(folder)[1].media == [str(clips / "gone.txt")]

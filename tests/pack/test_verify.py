@@ -72,7 +72,7 @@ def test_an_untouched_dataset_has_no_fault(whole: Path) -> None:
     assert found.faults == []
     assert found.samples == 11
     assert found.partitions == len(list(whole.glob("parts/*"))) > 2
-    check_verified(found)
+    check_verified(LocalStorage(whole), found)
 
 
 def test_every_flipped_bit_is_found_and_its_file_named(copy: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_flipped_bit_in_a_sample_names_shard_sample_id_and_row(copy: Path) -> 
 def test_what_is_missing_or_too_much_is_named(copy: Path, change: Callable[[Path], object], said: str) -> None:
     change(copy)
     with pytest.raises(VerificationError, match=said):
-        check_verified(_verify(copy))
+        check_verified(LocalStorage(copy), _verify(copy))
 
 
 def test_swapped_shards_of_equal_content_layout_are_found(copy: Path) -> None:
@@ -149,3 +149,12 @@ def test_verify_before_merge_and_preview_before_merge_say_what_to_do(copy: Path)
         _verify(copy)
     with pytest.raises(IncompleteSourceError, match="pack merge"):
         preview_job(LocalStorage(copy), load_plan(LocalStorage(copy)).config)
+
+
+def test_a_damaged_dataset_no_longer_counts_as_finished(copy: Path) -> None:
+    (copy / "plan" / "finished.json").write_text('{"fingerprint": "x"}\n')
+    shard = next(copy.glob("parts/*/*.mds"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(VerificationError, match="run `omniloom pack run` again"):
+        check_verified(LocalStorage(copy), _verify(copy))
+    assert not (copy / "plan" / "finished.json").exists()
