@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from pack.config import PackConfig
 from pack.manifest_files import ManifestFile
+from pack.parquet import read_parquet
 from pack.plan import Partition, Plan, Segment
 from pack.storage import Storage
 from schemas.errors import IncompleteSourceError, UnsupportedError, VerificationError
@@ -80,7 +81,7 @@ def load_plan(storage: Storage) -> Plan:
         config = PackConfig.model_validate(head["config"])
     except ValidationError as error:
         raise VerificationError(f"{storage.url(PLAN_FILE)} is damaged: {error}") from error
-    partitions = _from_table(pq.read_table(io.BytesIO(data), use_threads=False, pre_buffer=False))
+    partitions = _from_table(read_parquet(data))
     files = tuple(ManifestFile(**file) for file in head["files"])
     codes = tuple(head["preprocessor_codes"])
     return Plan(head["fingerprint"], config, head["versions"], files, head["rows"], partitions, codes)

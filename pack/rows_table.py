@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pack.parquet import read_parquet
 from schemas.dataset import ROWS_COLUMNS, Histogram, rows_record
 from schemas.errors import SchemaError
 from schemas.sample import SampleMeta
@@ -100,7 +101,7 @@ def add_histograms(parts: Iterable[dict[str, Histogram]]) -> dict[str, Histogram
 def read_rows(data: bytes, where: str) -> pa.Table:
     """The rows table of a partition. SchemaError when it cannot be read or has other columns."""
     try:
-        table = pq.read_table(io.BytesIO(data), use_threads=False, pre_buffer=False)
+        table = read_parquet(data)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SchemaError(f"{where} cannot be read: {error}") from error
     if table.schema != ROWS_SCHEMA:
