@@ -1,0 +1,103 @@
+"""Which directory a Megatron checkpoint is, and what its common.pt says about the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from convert.dcp_index import METADATA_FILE
+from convert.geometry import Geometry
+from convert.restricted_pickle import is_inert, load_common
+from schemas.errors import ConfigError, IncompleteSourceError, UnsupportedError
+
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The directory that holds `.metadata`: `source`, or the iteration in it that Megatron names as the latest.
+
+    ConfigError when there is none or more than one to choose from; UnsupportedError for other formats of Megatron.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"{source} does not exist")
+    _check_backend(source)
+    if (source / METADATA_FILE).is_file():
+        return source
+    if any(source.glob("*.distcp")):
+        raise IncompleteSourceError(f"{source} has no {METADATA_FILE}: it was not saved to its end")
+    latest = source / LATEST_FILE
+    if latest.is_file():
+        text = latest.read_text(encoding="utf8", errors="replace").strip()
+        if text != "release" and not (text.isascii() and text.isdigit()):
+            raise ConfigError(f"{latest} says {text[:40]!r}, which is neither an iteration nor `release`")
+        found = source / (text if text == "release" else f"iter_{int(text):07d}")
+        if not found.is_dir():
+            raise IncompleteSourceError(f"{latest} names {found.name}, which does not exist in {source}")
+        candidates = [found]
+    else:
+        candidates = sorted(path for path in source.glob("iter_*") if path.is_dir())
+        if len(candidates) > 1:
+            raise ConfigError(f"{source} has {len(candidates)} iterations and no {LATEST_FILE}; name one of them")
+    if not candidates:
+        raise ConfigError(f"{source} holds neither {METADATA_FILE} nor an iteration (iter_*)")
+    _check_backend(candidates[0])
+    if not (candidates[0] / METADATA_FILE).is_file():
+        raise IncompleteSourceError(f"{candidates[0]} has no {METADATA_FILE}: not saved to its end, or not torch_dist")
+    return candidates[0]
+
+
+def _check_backend(directory: Path) -> None:
+    """Refuses the formats of Megatron that are not torch_dist."""
+    if any(directory.glob("mp_rank_*")):
+        raise UnsupportedError(f"{directory} has the format `torch` (mp_rank_*); save with --ckpt-format torch_dist")
+    path = directory / "metadata.json"
+    if not path.is_file():
+        return
+    try:
+        backend = json.loads(path.read_bytes()).get("sharded_backend")
+    except (ValueError, AttributeError) as error:
+        raise IncompleteSourceError(f"{path} is damaged: {error}") from error
+    if backend != "torch_dist":
+        raise UnsupportedError(f"{path}: sharded_backend is {backend!r}; only torch_dist is handled")
+
+
+# argument of the training run -> values under which the weights mean what the hub model takes them for
+_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("apply_layernorm_1p", (False, None), "norm weights are stored as their difference from 1"),
+    ("layernorm_zero_centered_gamma", (False, None), "norm weights are stored as their difference from 1"),
+    ("rotary_interleaved", (False, None), "rotary pairs lie side by side"),
+    ("rotary_percent", (1, 1.0, None), "only a part of each head is rotated"),
+    ("normalization", ("RMSNorm", None), "norms are not RMSNorm"),
+    ("swiglu", (True, None), "the MLP is not gated"),
+    ("add_bias_linear", (False, None), "linear layers have biases"),
+)
+# argument -> size of the geometry; only sizes whose mismatch the shapes alone would not always show
+_SIZES = (("num_attention_heads", "heads"), ("num_query_groups", "kv_heads"), ("kv_channels", "head_dim"))
+
+
+def check_common(directory: Path, geometry: Geometry) -> int | None:
+    """Reads common.pt without executing it and holds the arguments in it, if any, against config.json.
+
+    Returns the training iteration, None when it is not stated. UnsafeInputError for a pickle that wants to run
+    something; UnsupportedError when an argument contradicts config.json.
+    """
+    path = directory / "common.pt"
+    iteration = None
+    for root in load_common(path):
+        if not isinstance(root, dict):
+            continue
+        stated = root.get("iteration")
+        iteration = stated if type(stated) is int else iteration
+        arguments = root.get("args")
+        if not is_inert(arguments, "Namespace") or not isinstance(arguments.state, dict):
+            continue
+        for name, allowed, why in _ARGUMENTS:
+            value = arguments.state.get(name)
+            if value not in allowed:
+                raise UnsupportedError(f"{path}: {name} is {value!r}: {why}, which the hub model does not expect")
+        for name, size in _SIZES:
+            value, wanted = arguments.state.get(name), geometry.size(size)
+            if type(value) is int and value != wanted:
+                raise UnsupportedError(f"{path}: {name} is {value}, config.json of the base says {wanted}")
+    return iteration

@@ -1,0 +1,183 @@
+"""Tensors too many, too few or of another kind, other formats, contradicting arguments: a clear line, the exit code of
+its kind, and nothing left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.cli import main
+from tests.convert.refusing import (
+    EMBEDDING,
+    INCOMPLETE,
+    MEGATRON,
+    UNSUPPORTED,
+    USAGE,
+    VERIFICATION,
+    convert,
+    saved,
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A whole, valid checkpoint: its iteration's directory."""
+    return Path(shutil.copytree(MEGATRON / "singleton", tmp_path / "source")) / "iter_0000001"
+
+
+# --- tensors
+
+Tensors = dict[str, torch.Tensor]
+CHANGES: dict[str, tuple[Callable[[Tensors], Any], int, str]] = {
+    "unknown key": (lambda t: t.update({"decoder.surprise.weight": torch.zeros(2)}), UNSUPPORTED, "decoder.surprise"),
+    "tower without a place": (
+        lambda t: t.update({"visual.blocks.0.norm1.weight": torch.zeros(4)}), UNSUPPORTED, "visual.blocks.0.norm1"
+    ),
+    "multi-token prediction": (
+        lambda t: t.update({"mtp.layers.0.eh_proj.weight": torch.zeros(2, 2)}), UNSUPPORTED, "mtp"
+    ),
+    "lora": (
+        lambda t: t.update({"decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight": torch.zeros(2, 2)}),
+        UNSUPPORTED, "merge",
+    ),
+    "wrapped by lora": (
+        lambda t: t.update({"decoder.layers.0.mlp.linear_fc2.to_wrap.weight": torch.zeros(2, 2)}), UNSUPPORTED, "LoRA"
+    ),
+    "router bias": (
+        lambda t: t.update({"decoder.layers.0.mlp.router.expert_bias": torch.zeros(4)}), UNSUPPORTED, "expert_bias"
+    ),
+    "shared experts": (
+        lambda t: t.update({"decoder.layers.0.mlp.shared_experts.linear_fc1.weight": torch.zeros(4, 4)}),
+        UNSUPPORTED, "shared experts",
+    ),
+    "attention bias": (
+        lambda t: t.update({"decoder.layers.0.self_attention.linear_qkv.bias": torch.zeros(96)}), UNSUPPORTED, "biases"
+    ),
+    "live module names": (
+        lambda t: t.update({"decoder.layers.0.mlp.experts.linear_fc1.weight0": torch.zeros(40, 32)}),
+        UNSUPPORTED, "torch_dist",
+    ),
+    "a missing expert": (
+        lambda t: t.pop("decoder.layers.1.mlp.experts.experts.3.linear_fc2.weight"), INCOMPLETE, "experts.3.down_proj"
+    ),
+    "a missing layer": (
+        lambda t: [t.pop(name) for name in list(t) if ".layers.1." in name], INCOMPLETE, "layers.1."
+    ),
+    "a missing norm": (
+        lambda t: t.pop("decoder.layers.0.mlp.linear_fc1.layer_norm_weight"), INCOMPLETE, "post_attention_layernorm"
+    ),
+    "a missing head": (lambda t: t.pop("output_layer.weight"), INCOMPLETE, "lm_head"),
+    "a missing embedding": (lambda t: t.pop(EMBEDDING), INCOMPLETE, EMBEDDING),
+    "a short vocabulary": (lambda t: t.update({EMBEDDING: t[EMBEDDING][:99].clone()}), INCOMPLETE, "99 rows"),
+    "both norm places": (
+        lambda t: t.update({"decoder.layers.0.pre_mlp_layernorm.weight": torch.ones(32)}), VERIFICATION, "twice"
+    ),
+    "repeated k and v": (
+        lambda t: t.update({"decoder.layers.0.self_attention.linear_qkv.weight": torch.zeros(144, 32)}),
+        UNSUPPORTED, "repeats k and v",
+    ),
+    "nan": (lambda t: t["decoder.final_layernorm.weight"].fill_(float("nan")), VERIFICATION, "NaN"),
+    "inf": (lambda t: t["output_layer.weight"][5, 7].fill_(float("inf")), VERIFICATION, "lm_head.weight (1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_tensors_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    change, wanted, word = CHANGES[name]
+    code, message = convert(saved(tmp_path, change), capsys)
+    assert code == wanted
+    assert word in message and "fault of omniloom" not in message
+
+
+def test_nan_in_the_padding_harms_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path, lambda tensors: tensors[EMBEDDING][100:].fill_(float("nan")))
+    assert convert(source, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "wanted"),
+    [("num_experts", 9, INCOMPLETE), ("num_experts", 7, UNSUPPORTED), ("num_hidden_layers", 5, INCOMPLETE),
+     ("num_hidden_layers", 3, UNSUPPORTED)],
+)  # fmt: skip
+def test_stacks_of_another_height_than_config_json_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, count: int, wanted: int
+) -> None:
+    source = Path(shutil.copytree(MEGATRON / "tp1" / "iter_0000001", tmp_path / "source" / "iter_0000001"))
+    base = tmp_path / "base"
+    base.mkdir()
+    config = json.loads((MEGATRON / "tp1" / "hf_ref" / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, name: count}))
+    code, message = convert(source, capsys, "--base", str(base))
+    assert code == wanted and str(count) in message
+
+
+# --- formats, arguments, options
+
+
+@pytest.mark.parametrize("argument", ["apply_layernorm_1p", "rotary_interleaved", "add_bias_linear"])
+def test_arguments_under_which_weights_mean_something_else(
+    source: Path, capsys: pytest.CaptureFixture[str], argument: str
+) -> None:
+    torch.save({"args": argparse.Namespace(**{argument: True}), "iteration": 3}, source / "common.pt")
+    code, message = convert(source, capsys)
+    assert code == UNSUPPORTED and argument in message
+
+
+def test_arguments_against_config_json(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"args": argparse.Namespace(num_query_groups=4, kv_channels=12)}, source / "common.pt")
+    code, message = convert(source, capsys)
+    assert code == UNSUPPORTED and "num_query_groups is 4" in message
+
+
+@pytest.mark.parametrize("backend", ["zarr", "fsdp_dtensor"])
+def test_other_backends(source: Path, capsys: pytest.CaptureFixture[str], backend: str) -> None:
+    (source / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
+    code, message = convert(source, capsys)
+    assert code == UNSUPPORTED and backend in message
+
+
+def test_the_legacy_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "source" / "iter_0000007" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (folder / "model_optim_rng.pt").write_bytes(b"x")
+    code, message = convert(folder.parent, capsys)
+    assert code == UNSUPPORTED and "mp_rank" in message
+
+
+@pytest.mark.parametrize(
+    ("latest", "wanted"), [("3", INCOMPLETE), ("../x", USAGE), ("", USAGE), ("release", INCOMPLETE)]
+)
+def test_a_tracker_that_names_no_iteration(
+    source: Path, capsys: pytest.CaptureFixture[str], latest: str, wanted: int
+) -> None:
+    (source.parent / "latest_checkpointed_iteration.txt").write_text(latest)
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "megatron-to-hf", str(source.parent), str(source.parent / "out"), "--base", str(source)])
+    assert ended.value.code == wanted
+
+
+def test_several_iterations_and_no_tracker(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (source.parent / "latest_checkpointed_iteration.txt").unlink()
+    assert convert(source.parent, capsys)[0] == 0
+    shutil.rmtree(source.parents[1] / "out")
+    shutil.copytree(source, source.parent / "iter_0000002")
+    code, message = convert(source.parent, capsys)
+    assert code == USAGE and "2 iterations" in message
+
+
+def test_masters_that_are_not_there(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = convert(source, capsys, "--from-master")
+    assert code == UNSUPPORTED and "without --from-master" in message
+
+
+def test_no_base(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "megatron-to-hf", str(source), str(source.parent / "out")])
+    assert ended.value.code == USAGE and "--base" in capsys.readouterr().err
