@@ -1,0 +1,87 @@
+"""What the media of a packed sample take in tokens, from its meta alone: no picture or sound is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from schemas.chat import ChatStyle, Grid, MediaCounts, VideoCount
+from schemas.errors import UnsupportedError
+from schemas.geometry import audio_tokens, frame_pixel_limits, image_pixel_limits, smart_resize
+from schemas.sample import AudioMeta, ImageMeta, SampleMeta, VideoMeta
+
+SAMPLE_RATE = 16000
+STORED_TIME_STEP_S = 1e-6  # frame times are stored to the microsecond
+
+
+def media_counts(meta: SampleMeta, style: ChatStyle) -> MediaCounts:
+    """UnsupportedError for sound of another rate than the model's."""
+    return MediaCounts(
+        videos=[video_count(video, style) for video in meta.videos],
+        audios=[audio_tokens(sound_samples(sound)) for sound in meta.audios],
+        images=[image_grid(image, style) for image in meta.images],
+    )
+
+
+def video_count(meta: VideoMeta, style: ChatStyle) -> VideoCount:
+    """Grid, rate, sound tokens and grid times of one clip; the last frame of an odd number is taken twice."""
+    grids = -(-meta.num_frames // style.temporal_patch)
+    height, width = video_size(meta, style)
+    return VideoCount(
+        grid=(grids, height // style.patch_size, width // style.patch_size),
+        second_per_grid=style.temporal_patch / meta.video_fps,
+        audio_tokens=audio_tokens(sound_samples(meta.audio)) if meta.audio and takes_sound(style) else 0,
+        grid_times_s=_grid_times(meta.frame_times_s, meta.video_fps, style.temporal_patch),
+    )
+
+
+def takes_sound(style: ChatStyle) -> bool:
+    """Whether a clip's own sound becomes tokens."""
+    return style.use_audio_in_video and style.form == "qwen3_omni"
+
+
+def video_size(meta: VideoMeta, style: ChatStyle) -> tuple[int, int]:
+    """(height, width) at which the model sees the frames: as stored where that is whole tokens, as after the resize of
+    packing; else by the same rule as packing with the model's own limits."""
+    factor = style.patch_size * style.merge_size
+    limits = frame_pixel_limits(meta.num_frames, factor, None, None, None)
+    return _size(meta.height, meta.width, factor, limits)
+
+
+def image_size(meta: ImageMeta, style: ChatStyle) -> tuple[int, int]:
+    """(height, width) at which the model sees an image; as `video_size`."""
+    factor = style.patch_size * style.merge_size
+    return _size(meta.height, meta.width, factor, image_pixel_limits(factor, None, None))
+
+
+def image_grid(meta: ImageMeta, style: ChatStyle) -> Grid:
+    """(1, h, w) in patches."""
+    height, width = image_size(meta, style)
+    return 1, height // style.patch_size, width // style.patch_size
+
+
+def sound_samples(meta: AudioMeta) -> int:
+    """Samples of a sound at the model's rate; UnsupportedError for another rate."""
+    if meta.sample_rate != SAMPLE_RATE:
+        raise UnsupportedError(
+            f"{meta.origin.uri}: sound is stored at {meta.sample_rate} Hz and the model takes {SAMPLE_RATE}; "
+            f"pack with audio.sample_rate: {SAMPLE_RATE}"
+        )
+    return meta.num_samples
+
+
+def _size(height: int, width: int, factor: int, limits: tuple[float, float]) -> tuple[int, int]:
+    if height % factor == 0 and width % factor == 0:
+        return height, width
+    return smart_resize(height, width, factor, *limits)
+
+
+def _grid_times(times_s: Sequence[float], fps: float, temporal_patch: int) -> tuple[float, ...]:
+    """Mean of the first and the last frame of each grid."""
+    stored = np.asarray(times_s, np.float64)
+    exact = np.arange(len(stored)) / fps
+    times = np.where(np.abs(stored - exact) <= STORED_TIME_STEP_S, exact, stored)
+    first = times[::temporal_patch]
+    last = times[np.minimum(np.arange(len(first)) * temporal_patch + temporal_patch - 1, len(times) - 1)]
+    return tuple(((first + last) / 2).tolist())

@@ -1,0 +1,226 @@
+"""The loader: step by step the packed micro-batches of one rank, from the plan, on the device.
+
+    plan -> requests -> worker processes (read, lay out, decode, pack) -> copy and features on the device -> the trainer
+
+Its state is (epoch, step) and the hash of the plan, whatever the world size and the number of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from schemas.errors import ConfigError, OmniloomError
+from train.config import BatchConfig, DataConfig
+from train.data.batch import Batch, DeadSample
+from train.data.device import DevicePrefetcher
+from train.data.fetch import ShardFetcher, Wanted
+from train.data.plan_store import PlanStore
+from train.data.processor import ProcessorAssets
+from train.data.rank_plan import DataRank, Position, RankPlan
+from train.data.reader import BatchMaker, BatchRequest, Failure
+from train.data.serving import ModelInputs, serve
+from train.data.sources import OpenSource
+
+STATE_VERSION = 1
+
+log = logging.getLogger("omniloom.train")
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """All micro-batches of one optimizer step of this rank. wait_s: how long the trainer waited for them; last: the
+    step is the last of its epoch."""
+
+    epoch: int
+    step: int
+    micro_batches: list[Batch]
+    wait_s: float
+    last: bool
+
+
+class TrainLoader:
+    """The batches of one rank. Iterating goes on from the current position to the end of the training.
+
+    Behind a step that was trained, `state_dict()` is the state to save.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[OpenSource],
+        plans: PlanStore,
+        data: DataConfig,
+        batch: BatchConfig,
+        assets: ProcessorAssets,
+        rank: DataRank | None = None,
+        device: torch.device | None = None,
+        model: ModelInputs | None = None,
+    ) -> None:
+        self.sources, self.plans, self.data, self.batch, self.assets = sources, plans, data, batch, assets
+        self.rank, self.device = rank or DataRank(), device or torch.device("cpu")
+        self.mine = RankPlan(plans, self.rank, batch)
+        self.position = Position()
+        self.wait_s = 0.0
+        self.dead: list[DeadSample] = []
+        self._serving = serve(sources, self.mine, data, batch, assets, self.rank, model or ModelInputs())
+
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        if self.batch.max_steps is not None:
+            return self.batch.max_steps
+        return self.plans.total_steps(self.batch.num_train_epochs)
+
+    def steps_done(self) -> int:
+        """Optimizer steps before the current position."""
+        return self.plans.total_steps(self.position.epoch) + self.position.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the step that was handed out last, and what the plan is made of. JSON."""
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.position.epoch,
+            "step": self.position.step,
+            "plan": self.plans.digest,
+            "inputs": self.plans.planner.inputs(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a saved position. ConfigError, naming what differs, when the plan is another one."""
+        if state.get("version") != STATE_VERSION:
+            raise ConfigError(f"data state has version {state.get('version')}; this omniloom reads {STATE_VERSION}")
+        if state["plan"] != self.plans.digest:
+            now, then = self.plans.planner.inputs(), state.get("inputs", {})
+            changed = [
+                f"{k}: {then.get(k)} then, {now.get(k)} now" for k in sorted({*then, *now}) if then.get(k) != now.get(k)
+            ]
+            raise ConfigError(
+                "the data are not those of the checkpoint, so training cannot go on where it stopped: "
+                + "; ".join(changed or ["other plan hash"])
+            )
+        epoch, step = int(state["epoch"]), int(state["step"])
+        if not 0 <= step <= self.plans.steps(epoch):
+            raise ConfigError(f"data state: step {step} of the {self.plans.steps(epoch)} steps of epoch {epoch}")
+        self.position = Position(epoch, step)
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        left = max(0, self.total_steps() - self.steps_done())
+        fetcher = self._start_fetcher(left)
+        prefetcher = self._start_prefetcher(left, fetcher)
+        try:
+            for plan, step in self.mine.steps(self.position):
+                if left == 0:
+                    return
+                left -= 1
+                began = time.monotonic()
+                batches = [next(prefetcher) for _ in range(self.mine.micro_steps)]
+                waited = time.monotonic() - began
+                self._check(batches, plan.epoch, step)
+                self.wait_s += waited
+                self.position = Position(plan.epoch, step + 1)
+                yield StepBatches(plan.epoch, step, batches, waited, step + 1 == plan.steps)
+        finally:
+            prefetcher.close()
+            if fetcher is not None:
+                fetcher.close()
+
+    def _check(self, batches: list[Batch], epoch: int, step: int) -> None:
+        for micro, batch in enumerate(batches):
+            place = batch.place
+            if (place.epoch, place.step, place.micro) != (epoch, step, micro):
+                raise OmniloomError(f"the loader gave {place} for epoch {epoch}, step {step}, micro-batch {micro}")
+            for dead in batch.dead:
+                self.dead.append(dead)
+                log.warning(
+                    "data source %s: row %s is dead (%d so far): %s", dead.source, dead.key, len(self.dead), dead.reason
+                )
+
+    def _start_fetcher(self, steps: int) -> ShardFetcher | None:
+        if not self._serving.caches:
+            return None
+        cache = self.data.cache
+        needs = map(self._needs, self.mine.requests(self.position, steps))
+        return ShardFetcher(needs, cache.fetch_steps * self.mine.micro_steps, cache.fetch_threads)
+
+    def _needs(self, request: BatchRequest) -> list[Wanted]:
+        pairs = set(zip(request.source.tolist(), request.shard.tolist(), strict=True))
+        return [
+            Wanted(self._serving.caches[source], self.sources[source].shards[shard])
+            for source, shard in sorted(pairs)
+            if source in self._serving.caches
+        ]
+
+    def _start_prefetcher(self, steps: int, fetcher: ShardFetcher | None) -> DevicePrefetcher:
+        settings = self.data.dataloader
+        pin = self.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+        workers: dict[str, Any] = {}
+        if settings.num_workers:
+            context = multiprocessing.get_context(settings.start_method)
+            if settings.start_method == "forkserver":
+                context.set_forkserver_preload([BatchMaker.__module__])  # imported once for all workers
+            workers = {
+                "prefetch_factor": settings.prefetch_factor,
+                "multiprocessing_context": context,
+                "timeout": settings.timeout_s,
+            }
+        loader = DataLoader(
+            self._serving.maker,
+            batch_size=None,
+            sampler=_Requests(self.mine.requests(self.position, steps), fetcher),
+            num_workers=settings.num_workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_end_with_trainer,
+            pin_memory=pin,
+            **workers,
+        )
+        return DevicePrefetcher(_batches(loader, fetcher), self.device, self.assets, settings.device_prefetch)
+
+
+class _Requests(Sampler[BatchRequest]):
+    """Hands requests to the workers, each when its shards are there."""
+
+    def __init__(self, requests: Iterator[BatchRequest], fetcher: ShardFetcher | None) -> None:
+        self._requests, self._fetcher = requests, fetcher
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        for unit, request in enumerate(self._requests):
+            if self._fetcher is not None:
+                self._fetcher.ready(unit)
+            yield request
+
+
+def _batches(loader: DataLoader[Batch | Failure], fetcher: ShardFetcher | None) -> Iterator[Batch]:
+    """The batches in order; raises what a worker handed back instead."""
+    for unit, made in enumerate(loader):
+        if isinstance(made, Failure):
+            raise made.error()
+        if fetcher is not None:
+            fetcher.done(unit)
+        yield made
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _end_with_trainer(worker: int) -> None:
+    """Ends this worker as soon as the trainer is gone, also when that was killed. (The watch that torch keeps looks at
+    the parent process, which for a worker of a fork server is the server.)"""
+    trainer = multiprocessing.parent_process()
+    if trainer is None:
+        return
+
+    def watch() -> None:
+        connection.wait([trainer.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name=f"watch-trainer-{worker}", daemon=True).start()

@@ -1,0 +1,84 @@
+"""The files of a merged dataset, local or in an object store: its index, and reading one file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+import xxhash
+
+from schemas.errors import IncompleteSourceError, SchemaError
+from schemas.sample import COLUMNS
+
+INDEX_FILE = "index.json"
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard of an index. folder: of its partition, below the dataset ("" for none)."""
+
+    name: str
+    folder: str
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PackedIndex:
+    """A dataset's shards in order. fingerprint: changes whenever a shard does."""
+
+    dataset: str
+    shards: tuple[ShardEntry, ...]
+    fingerprint: str
+
+    @classmethod
+    def read(cls, dataset: str) -> PackedIndex:
+        """IncompleteSourceError when there is no index.json, SchemaError when it is none of omniloom's."""
+        where = f"{dataset.rstrip('/')}/{INDEX_FILE}"
+        data = read_file(dataset, INDEX_FILE)
+        if data is None:
+            raise IncompleteSourceError(f"{where} does not exist; `omniloom pack merge` makes it")
+        try:
+            shards = tuple(_shard(entry, where) for entry in json.loads(data)["shards"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise SchemaError(f"{where} is no index of MDS shards: {type(error).__name__}: {error}") from error
+        if not shards:
+            raise IncompleteSourceError(f"{where} lists no shard; there is nothing to train on")
+        return cls(dataset.rstrip("/"), shards, str(xxhash.xxh3_64_hexdigest(data)))
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.rows for shard in self.shards)
+
+
+def _shard(entry: dict[str, object], where: str) -> ShardEntry:
+    raw = entry["raw_data"]
+    if not isinstance(raw, dict) or not isinstance(entry["column_names"], list):
+        raise TypeError("raw_data or column_names is missing")
+    name = str(raw["basename"])
+    if sorted(entry["column_names"]) != sorted(COLUMNS):
+        raise SchemaError(f"{where}: shard {name} has columns {entry['column_names']}; a sample has {list(COLUMNS)}")
+    return ShardEntry(name, name.rpartition("/")[0], int(str(entry["samples"])), int(str(raw["bytes"])))
+
+
+def is_remote(dataset: str) -> bool:
+    return "://" in dataset and not dataset.startswith("file://")
+
+
+def local_path(dataset: str) -> Path:
+    """The folder of a dataset that is not remote."""
+    return Path(dataset.removeprefix("file://"))
+
+
+def read_file(dataset: str, name: str) -> bytes | None:
+    """The bytes of DATASET/NAME; None when it does not exist."""
+    try:
+        if not is_remote(dataset):
+            return (local_path(dataset) / name).read_bytes()
+        with fsspec.open(f"{dataset.rstrip('/')}/{name}", "rb") as file:
+            data: bytes = file.read()
+            return data
+    except FileNotFoundError:
+        return None

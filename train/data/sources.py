@@ -1,0 +1,117 @@
+"""The configured sources, opened: which rows there are, how long they are, and where they lie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from schemas.errors import ConfigError
+from train.config import DataConfig, DataSourceConfig
+from train.data.lengths import Lengths, load_lengths, load_text_lengths
+from train.data.packed_files import INDEX_FILE, PackedIndex, read_file
+from train.data.processor import ProcessorAssets
+from train.data.rows import RowTable, SourceRows
+from train.data.shard_cache import check_cache_folder
+from train.data.shard_index import Shard, read_shards
+from train.data.text_files import TextFiles, is_text_path, scan_text
+from train.data.text_rows import TextRows
+
+Advance = Callable[[str, int], None]  # name of a source, rows done since the last call
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """One source. rows: what the plan takes; lengths: of every row; shards: of a packed one; files, text: of a text
+    source; index: fingerprint of its index or files."""
+
+    config: DataSourceConfig
+    rows: SourceRows
+    lengths: Lengths
+    index: str
+    shards: Sequence[Shard] = ()
+    files: TextFiles | None = None
+    text: TextRows | None = None
+
+
+def open_sources(
+    config: DataConfig, assets: ProcessorAssets, seed: int, advance: Advance | None = None
+) -> list[OpenSource]:
+    """All sources of the configuration; makes lengths that are not cached yet. ConfigError, IncompleteSourceError,
+    SchemaError: one line about the source at fault."""
+    check_cache_folder(cache_folder(config), [source.path for source in config.sources])
+    opener = _Opener(config, assets, seed, advance)
+    return [opener.text(source) if is_text(source) else opener.packed(source) for source in config.sources]
+
+
+def row_table(sources: Sequence[OpenSource]) -> RowTable:
+    return RowTable(tuple(source.rows for source in sources))
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """data.cache.dir, or the user's cache folder."""
+    if config.cache.dir is not None:
+        return Path(config.cache.dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omniloom"
+
+
+def is_text(source: DataSourceConfig) -> bool:
+    """Whether a source is text. ConfigError when the keys of the source contradict what lies there."""
+    if source.source_name is None:
+        if is_text_path(source.path):
+            raise ConfigError(
+                f"data source {source.label}: {source.path} is text, which needs source_name, the preprocessor that "
+                "reads its rows (see `omniloom preprocessors list`)"
+            )
+        return False
+    if not is_text_path(source.path) and read_file(source.path, INDEX_FILE) is not None:
+        raise ConfigError(
+            f"data source {source.label}: {source.path} is packed; its rows went through a preprocessor already, so "
+            "source_name has no meaning here"
+        )
+    return True
+
+
+@dataclass(frozen=True)
+class _Opener:
+    config: DataConfig
+    assets: ProcessorAssets
+    seed: int
+    advance: Advance | None
+
+    def packed(self, source: DataSourceConfig) -> OpenSource:
+        lengths = load_lengths(source.path, self.assets, cache=self._lengths_cache(), advance=self._told(source))
+        shards = read_shards(source.path)
+        index = PackedIndex.read(source.path).fingerprint
+        counts = np.array([shard.rows for shard in shards], np.int64)
+        joint = _joint(index, self.assets.fingerprint)
+        return OpenSource(source, self._rows(source, lengths, counts, joint), lengths, index, shards=shards)
+
+    def text(self, source: DataSourceConfig) -> OpenSource:
+        files = scan_text(source.path, cache=cache_folder(self.config) / "text")
+        text = TextRows(source.source_name or "", source.source_args, tuple(self.config.imports), self.seed)
+        lengths = load_text_lengths(files, text, self.assets, cache=self._lengths_cache(), advance=self._told(source))
+        joint = _joint(files.fingerprint, text.fingerprint, self.assets.fingerprint)
+        rows = self._rows(source, lengths, files.block_rows, joint)
+        return OpenSource(source, rows, lengths, files.fingerprint, files=files, text=text)
+
+    def _rows(self, source: DataSourceConfig, lengths: Lengths, counts: np.ndarray, joint: str) -> SourceRows:
+        return SourceRows(source.label, lengths.total, counts, source.weight, joint)
+
+    def _lengths_cache(self) -> str | None:
+        return None if self.config.cache.dir is None else str(cache_folder(self.config) / "lengths")
+
+    def _told(self, source: DataSourceConfig) -> Callable[[int], None]:
+        def told(count: int) -> None:
+            if self.advance is not None:
+                self.advance(source.label, count)
+
+        return told
+
+
+def _joint(*parts: str) -> str:
+    return xxhash.xxh3_64_hexdigest("\n".join(parts).encode())
