@@ -272,6 +272,11 @@ def _checked(segment: Segment, file: ManifestFile) -> Iterator[tuple[int, RawRow
         )
 
 
+def _writable(text: str) -> str:
+    """The text with what UTF-8 cannot hold (half a surrogate pair) written as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _reject(row: RowTask, name: str, source: str, fault: RowError) -> Reject:
     try:
         parsed = parse_row(row.value, base=row.base, location=row.location, occurrence=row.occurrence)
@@ -279,13 +284,13 @@ def _reject(row: RowTask, name: str, source: str, fault: RowError) -> Reject:
     except RowError:
         media = []
     return Reject(
-        id=name,
-        source=source,
+        id=_writable(name),
+        source=_writable(source),
         manifest=row.location[0],
         row=row.location[1],
         stage=fault.stage,  # type: ignore[arg-type]  # the record refuses an unknown one
         reason=fault.reason,
-        detail=fault.detail,
-        media=media,
+        detail=_writable(fault.detail),
+        media=[_writable(uri) for uri in media],
         attempts=2 if fault.stage == "isolate" else 1,
     )

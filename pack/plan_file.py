@@ -79,12 +79,12 @@ def load_plan(storage: Storage) -> Plan:
         raise VerificationError(f"{storage.url(table['file'])} is damaged: its size or hash is not that of plan.json")
     try:
         config = PackConfig.model_validate(head["config"])
-    except ValidationError as error:
+        files = tuple(ManifestFile(**file) for file in head["files"])
+        codes, versions = tuple(head["preprocessor_codes"]), dict(head["versions"])
+    except (ValidationError, KeyError, TypeError, ValueError) as error:
         raise VerificationError(f"{storage.url(PLAN_FILE)} is damaged: {error}") from error
     partitions = _from_table(read_parquet(data))
-    files = tuple(ManifestFile(**file) for file in head["files"])
-    codes = tuple(head["preprocessor_codes"])
-    return Plan(head["fingerprint"], config, head["versions"], files, head["rows"], partitions, codes)
+    return Plan(head["fingerprint"], config, versions, files, head["rows"], partitions, codes)
 
 
 _SCHEMA = pa.schema(

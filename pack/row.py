@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ from schemas.sample import (
 
 PACKER_KWARGS = ("rng", "metadata", "row", "num_videos", "num_audios", "num_images")
 MEDIA_MODULES = ["pack.media.load"]  # what default_media imports
+SPLIT_ID = re.compile(r"#\d+$")
 log = logging.getLogger("omniloom.pack")
 
 
@@ -86,6 +88,9 @@ def pack_row(row: ManifestRow, config: PackConfig, media: MediaLoader) -> Iterat
         **config.preprocessor_args,
     )
     check_media_counts(turns, len(row.videos), len(row.audios), len(row.images))
+    if config.video.split_s is not None and SPLIT_ID.search(row.id):
+        text = f"id {row.id!r} ends like the id of a span (#000), which video.split_s gives out; choose another id"
+        raise RowError("bad_row", text, "row")
     spans = _spans(row, config, media)
     if len(spans) == 1:
         yield _pack(replace(row, videos=spans[0]), turns, metadata, config, media)
@@ -149,7 +154,9 @@ def as_row_error(error: BaseException) -> RowError:
         return RowError("oom", f"memory could not be allocated: {said or 'MemoryError'}", "isolate")
     if isinstance(error, SystemExit):
         return RowError("preprocessor_failed", f"the row's code called sys.exit({error.code!r})", "preprocess")
-    if not isinstance(error, Exception):
+    if isinstance(error, KeyboardInterrupt):
         raise error
+    if not isinstance(error, Exception):  # asyncio.CancelledError, GeneratorExit, the panic of a native library
+        return RowError("preprocessor_failed", f"the row's code raised {type(error).__name__}: {said}", "preprocess")
     log.error("a row met a fault of omniloom itself", exc_info=error)
     return RowError("unexpected", f"{type(error).__name__}: {said}", "row")

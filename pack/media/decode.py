@@ -148,7 +148,8 @@ class ClipDecoder:
                 behind.add(index)
                 if len(behind) == len(streams):
                     return
-            yield packet, number
+            if packet.size:
+                yield packet, number
 
     def _mend_time(self, packet: av.Packet, info: StreamInfo, number: int) -> None:
         """Gives a packet the time that the table has for it: none when it was damaged, shifted in a later epoch."""

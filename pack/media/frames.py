@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import soxr
 
 from pack.config import PackConfig
 from pack.media.audio import is_silent
+from pack.media.budget import fit_budget
 from pack.media.encode import encode_picture, encode_sound
 from pack.media.fetch import local_file
 from pack.media.image import animation_frames, animation_times, open_image, upright_rgb
 from pack.media.picture import Rgb, resize
 from pack.media.timeline import Grid, choose_grid, is_variable_rate, on_screen, source_rate
 from schemas.errors import RowError
-from schemas.geometry import frame_pixel_limits, smart_resize
+from schemas.geometry import audio_tokens, frame_pixel_limits, smart_resize
 from schemas.sample import AudioMeta, Origin, PackedVideo, VideoMeta
 from schemas.sources import BytesSource, FileSource, FramesSource
 
@@ -36,81 +38,93 @@ def load_frames(source: FramesSource, config: PackConfig, load_audio: AudioLoade
     if count == 0:
         raise RowError("empty_video", f"{source.name}: no frames", "video")
     times = np.arange(count) / source.video_fps
-    grid = _grid(times, count / source.video_fps, config)
+    sound = None if source.audio is None else _load_sound(source, config, load_audio)
+    first = pictures[0] if isinstance(pictures, np.ndarray) else _decoded(pictures[0], f"{source.name}[0]", config)[0]
+    tokens = 0 if sound is None else audio_tokens(round(sound[1].duration_s * 16000))
+    grid, (height, width) = _grid(times, count / source.video_fps, first, source.name, config, tokens)
     index = on_screen(times, grid.times)
     if isinstance(pictures, np.ndarray):
-        stored = _store(((int(i), pictures[i]) for i in np.unique(index)), grid.num_frames, source.name, config)
+        blobs = _store(((int(i), pictures[i]) for i in np.unique(index)), (height, width), config)
     else:
-        stored = _store_encoded(pictures, np.unique(index), grid.num_frames, source.name, config)
-    blobs, (height, width) = stored
-    sound = None if source.audio is None else _load_sound(source, config, load_audio)
+        blobs = _store_encoded(pictures, np.unique(index), (height, width), source.name, config)
     if sound is None and config.rows.missing_audio == "reject":
         raise RowError("no_audio", f"{source.name}: no sound, and rows.missing_audio is reject", "audio")
     meta = _meta(source.name, "frames", times, count / source.video_fps, grid, index, (width, height), config, sound)
     return PackedVideo([blobs[int(i)] for i in index], sound[0] if sound else None), meta
 
 
-def load_animation(data: bytes, name: str, config: PackConfig) -> tuple[PackedVideo, VideoMeta]:
-    """An animated WebP as a silent clip."""
-    starts, end_s = animation_times(data, name)
-    times = np.array(starts)
-    grid = _grid(times, end_s, config)
+def load_animation(
+    data: bytes, name: str, config: PackConfig, span: tuple[float, float]
+) -> tuple[PackedVideo, VideoMeta]:
+    """An animated WebP as a silent clip. span: (start, length) in s; the length is inf without an end."""
+    starts, whole_s = animation_times(data, name)
+    times, end_s = np.array(starts) - span[0], min(whole_s - span[0], span[1])
+    if end_s <= 0:
+        raise RowError("empty_span", f"{name}: no picture in the asked span", "video")
+    first = next(animation_frames(data, name, {0}))[1]
+    grid, (height, width) = _grid(times, end_s, first, name, config, 0)
     index = on_screen(times, grid.times)
     wanted = {int(i) for i in index}
-    blobs, (height, width) = _store(animation_frames(data, name, wanted), grid.num_frames, name, config)
+    blobs = _store(animation_frames(data, name, wanted), (height, width), config)
     if config.rows.missing_audio == "reject":
         raise RowError("no_audio", f"{name}: no sound, and rows.missing_audio is reject", "audio")
     meta = _meta(name, "webp", times, end_s, grid, index, (width, height), config, None)
     return PackedVideo([blobs[int(i)] for i in index]), meta
 
 
-def _grid(times: np.ndarray, end_s: float, config: PackConfig) -> Grid:
+def _grid(
+    times: np.ndarray, end_s: float, first: Rgb, name: str, config: PackConfig, sound_tokens: int
+) -> tuple[Grid, tuple[int, int]]:
+    """(frame grid, (height, width)); the first picture decides the size."""
     video = config.video
-    return choose_grid(end_s, source_rate(times), video.fps, video.min_frames, video.max_frames)
+    grid = choose_grid(end_s, source_rate(times), video.fps, video.min_frames, video.max_frames)
+    size_of = partial(_final_size, first, name, config)
+    return fit_budget(grid, end_s, video, sound_tokens, size_of, name)
 
 
-def _final_size(rgb: Rgb, num_frames: int, name: str, config: PackConfig) -> tuple[int, int]:
+def _final_size(rgb: Rgb, name: str, config: PackConfig, num_frames: int, at_most: float | None) -> tuple[int, int]:
     height, width = rgb.shape[:2]
     video = config.video
     if video.resize == "none":
         return height, width
     low, high = frame_pixel_limits(num_frames, video.factor, video.min_pixels, video.max_pixels, video.total_pixels)
+    if at_most is not None:
+        high = max(min(high, at_most), 1.0)
+        low = min(low, high)
     try:
         return smart_resize(height, width, video.factor, low, high)
     except ValueError as error:
         raise RowError("aspect_ratio", f"{name}: {error}", "video") from None
 
 
-def _store(
-    pictures: Iterable[tuple[int, Rgb]], num_frames: int, name: str, config: PackConfig
-) -> tuple[dict[int, bytes], tuple[int, int]]:
-    """({number: encoded}, (height, width)); the first picture decides the size."""
-    blobs: dict[int, bytes] = {}
-    size: tuple[int, int] | None = None
-    for number, rgb in pictures:
-        size = size or _final_size(rgb, num_frames, name, config)
-        blobs[number] = encode_picture(resize(rgb, size[1], size[0]), config.video.codec, config.video.quality)
-    assert size is not None
-    return blobs, size
+def _store(pictures: Iterable[tuple[int, Rgb]], size: tuple[int, int], config: PackConfig) -> dict[int, bytes]:
+    """{number: encoded}. size: (height, width)."""
+    video = config.video
+    return {
+        number: encode_picture(resize(rgb, size[1], size[0]), video.codec, video.quality) for number, rgb in pictures
+    }
 
 
 def _store_encoded(
-    pictures: Any, wanted: np.ndarray, num_frames: int, name: str, config: PackConfig
-) -> tuple[dict[int, bytes], tuple[int, int]]:
+    pictures: Any, wanted: np.ndarray, size: tuple[int, int], name: str, config: PackConfig
+) -> dict[int, bytes]:
+    """As `_store`; what is stored right already is kept byte for byte."""
     blobs: dict[int, bytes] = {}
-    size: tuple[int, int] | None = None
     for number in wanted.tolist():
-        data = _read(pictures[number], config)
-        image = open_image(data, f"{name}[{number}]")
-        rgb, flags = upright_rgb(image, f"{name}[{number}]")
-        size = size or _final_size(rgb, num_frames, name, config)
-        as_stored = image.format == STORED_FORMATS[config.video.codec] and image.mode == "RGB" and not flags
+        rgb, data, as_stored = _decoded(pictures[number], f"{name}[{number}]", config)
         if as_stored and rgb.shape[:2] == size:
             blobs[number] = data
         else:
             blobs[number] = encode_picture(resize(rgb, size[1], size[0]), config.video.codec, config.video.quality)
-    assert size is not None
-    return blobs, size
+    return blobs
+
+
+def _decoded(picture: FileSource | BytesSource, name: str, config: PackConfig) -> tuple[Rgb, bytes, bool]:
+    """(RGB, the bytes, whether they are of the stored format and need no turning)."""
+    data = _read(picture, config)
+    image = open_image(data, name)
+    rgb, flags = upright_rgb(image, name)
+    return rgb, data, image.format == STORED_FORMATS[config.video.codec] and image.mode == "RGB" and not flags
 
 
 def _read(picture: FileSource | BytesSource, config: PackConfig) -> bytes:

@@ -16,11 +16,14 @@ from schemas.errors import RowError
 from schemas.geometry import image_pixel_limits, smart_resize
 from schemas.sample import ImageMeta, Origin
 
+# Raster formats only: Pillow also "opens" PostScript, by running it.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "DDS", "QOI")
+
 
 def open_image(data: bytes, name: str) -> Image.Image:
     """The opened image, not yet decoded; RowError bad_image."""
     try:
-        return Image.open(io.BytesIO(data))
+        return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise RowError("bad_image", f"{name}: no image format that is known", "image") from None
     except (Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
@@ -31,24 +34,24 @@ def upright_rgb(image: Image.Image, name: str) -> tuple[Rgb, list[str]]:
     """(uint8 [h, w, 3], flags) of the current frame: EXIF orientation applied, transparency over white."""
     flags = []
     try:
-        turned = ImageOps.exif_transpose(image)
-        if turned.size != image.size or image.getexif().get(0x0112, 1) != 1:
+        if image.getexif().get(ORIENTATION, 1) != 1:
             flags.append("rotated")
+        turned = ImageOps.exif_transpose(image)
+        if turned.mode.startswith("I") or turned.mode == "F":
+            return _high_depth(np.asarray(turned)), flags
         if turned.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in turned.info:
             rgba = np.asarray(turned.convert("RGBA"))
             if rgba[..., 3].min() < 255:
                 flags.append("alpha")
             return over_white(rgba), flags
-        if turned.mode.startswith("I") or turned.mode == "F":
-            return _high_depth(np.asarray(turned)), flags
         return np.asarray(turned.convert("RGB")).copy(), flags
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise RowError("bad_image", f"{name}: {error}", "image") from None
 
 
 def _high_depth(values: NDArray[np.generic]) -> Rgb:
-    """16-bit, 32-bit and float greyscale -> RGB; integers over 255 count as 16 bit."""
-    grey = values.astype(np.float64)
+    """16-bit, 32-bit and float greyscale -> RGB; integers over 255 count as 16 bit, what is not finite as black."""
+    grey = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
     if grey.max(initial=0) > 255:
         grey /= 257.0
     elif values.dtype.kind == "f" and grey.max(initial=0) <= 1.0:
@@ -77,6 +80,9 @@ def encode_image(data: bytes, name: str, config: PackConfig) -> tuple[bytes, Ima
     origin = Origin(uri=name, container=(image.format or "").lower(), width=source_size[0], height=source_size[1])
     meta = ImageMeta(width=rgb.shape[1], height=rgb.shape[0], codec=config.image.codec, flags=flags, origin=origin)
     return blob, meta
+
+
+ORIENTATION = 0x0112  # EXIF tag
 
 
 def is_webp(data: bytes) -> bool:

@@ -51,7 +51,7 @@ def load_video(source: Source, config: PackConfig) -> tuple[PackedVideo, VideoMe
     with local_file(source, config.rows.allowed_roots) as (path, uri):
         with open(path, "rb") as file:
             if is_webp(file.read(12)):
-                return load_animation(Path(path).read_bytes(), uri, config)
+                return load_animation(Path(path).read_bytes(), uri, config, _span(source))
         known = source.probed if isinstance(source, ProbedSpan) else None
         return _load_clip(
             replace(known, path=path) if known else _probe_clip(path, uri, source, config), source, config
@@ -88,6 +88,9 @@ def split_spans(source: Source, config: PackConfig) -> list[Source]:
     if split_s is None or not isinstance(source, FileSource):
         return [source]
     with local_file(source, config.rows.allowed_roots) as (path, uri):
+        with open(path, "rb") as file:
+            if is_webp(file.read(12)):
+                return [source]  # animations are short
         probed = _probe_clip(path, uri, source, config)
         ends = [i.packets.end_s() for i in (probed.video, probed.audio) if i is not None]
         whole_s = max((e for e in ends if e is not None), default=probed.zero_s) - probed.zero_s

@@ -22,11 +22,15 @@ from schemas.errors import RowError
 
 # Demuxers that open other files, listen to the network or take any text for media.
 REFUSED_FORMATS = {"hls", "concat", "dash", "tty", "ffmetadata", "image2", "lavfi", "sdp", "rtp", "rtsp", "sap", "fifo"}
+# libavformat opens nothing else: a playlist is refused before its demuxer looks at the files it names.
+ALLOWED_FORMATS = ",".join(sorted({n for names in av.formats_available for n in names.split(",")} - REFUSED_FORMATS))
 # Streams of frames without usable timestamps of their own: sound is counted, not placed.
 COUNTED_FORMATS = {"mp3", "aac", "adts", "wav", "w64", "flac", "aiff", "au", "amr", "ac3", "eac3", "dts", "caf", "voc"}
+RAW_VIDEO = {"h264", "hevc", "vvc", "m4v", "mpegvideo", "av1", "obu"}
 # Decoders that keep the transparency which the built-in ones drop.
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-MAX_REORDER_S = 10.0  # a picture is shown at most this long after it is decoded
+MAX_REORDER = 17  # a picture is shown at most this many pictures after it is decoded
+MIN_REORDER_S = 1.0
 TRUNCATED_S = 0.3
 TRUNCATED_SHARE = 0.01
 
@@ -43,6 +47,7 @@ class PacketTable:
     duration: list[float] = field(default_factory=list)
     keyframe: list[bool] = field(default_factory=list)
     discard: list[bool] = field(default_factory=list)
+    empty: list[bool] = field(default_factory=list)
     corrupt: int = 0
     strays: set[int] = field(default_factory=set)
     epoch: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -57,12 +62,15 @@ class PacketTable:
         self.duration.append((packet.duration or 0) * time_base)
         self.keyframe.append(packet.is_keyframe)
         self.discard.append(packet.is_discard)
+        self.empty.append(packet.size == 0)
         self.corrupt += packet.is_corrupt
 
     def drop_outliers(self) -> None:
         """Takes the time from packets whose time was damaged: it fits neither the packet before nor the ones behind."""
         pts, dts = np.asarray(self.pts), np.asarray(self.dts)
-        bad = stray_times(dts) | (np.abs(pts - dts) > MAX_REORDER_S)
+        steps = np.diff(dts[~np.isnan(dts)])
+        reorder_s = max(MIN_REORDER_S, MAX_REORDER * float(np.median(steps)) if len(steps) else 0.0)
+        bad = stray_times(dts) | (np.abs(pts - dts) > reorder_s)
         if bad.any():
             self.strays = {int(i) for i in np.flatnonzero(bad)}
             self.pts = list(np.where(bad, np.nan, pts))
@@ -102,6 +110,7 @@ class StreamInfo:
     interlaced: bool = False
     head: PictureInfo | None = None
     average_rate: float | None = None
+    num_pictures: int = 0
 
 
 @dataclass
@@ -128,7 +137,8 @@ class Probe:
 def open_container(path: str, uri: str) -> Any:
     """An open PyAV container that cannot reach anything but this one file; RowError where no demuxer reads it."""
     try:
-        container = av.open("file:" + path, options={"protocol_whitelist": "file"}, metadata_errors="replace")
+        limits = {"protocol_whitelist": "file", "format_whitelist": ALLOWED_FORMATS}
+        container = av.open("file:" + path, options=limits, metadata_errors="replace")
     except FFmpegError as error:
         raise RowError("unreadable_container", f"{uri}: {error.strerror}", "video") from None
     if REFUSED_FORMATS & set(container.format.name.split(",")):
@@ -138,14 +148,16 @@ def open_container(path: str, uri: str) -> Any:
     return container
 
 
-def packets_of(container: Any, streams: list[Any]) -> Iterator[av.Packet]:
-    """The packets of these streams in file order, without the empty one at the end; stops at a read error."""
+def packets_of(container: Any, streams: list[Any], faults: list[str] | None = None) -> Iterator[av.Packet]:
+    """The packets of these streams in file order, without the one that only ends a stream. A read error ends them, and
+    is added to `faults`. Empty packets with a time (a picture that is repeated) are among them; do not decode those."""
     try:
         for packet in container.demux(streams):
-            if packet.size:
+            if packet.size or packet.pts is not None:
                 yield packet
-    except FFmpegError:
-        return  # the rest cannot be read; the packet table shows that the file ends early
+    except FFmpegError as error:
+        if faults is not None:
+            faults.append(str(error))
 
 
 def choose_video(container: Any) -> tuple[Any | None, int]:
@@ -190,13 +202,14 @@ def probe(path: str, uri: str, want_video: bool, audio_index: int | None = None)
         chosen = audio_index if audio_index is not None else (tracks[0] if tracks else None)
         audio = container.streams[chosen] if chosen is not None else None
         infos = {s.index: _stream_info(container, s) for s in (video, audio) if s is not None}
-        last_s = _read_packets(container, [s for s in (video, audio) if s is not None], infos)
+        faults: list[str] = []
+        last_s = _read_packets(container, [s for s in (video, audio) if s is not None], infos, faults)
         offsets, zero_s = _follow_epochs(list(infos.values()))
         video_info = infos.get(video.index) if video is not None else None
         audio_info = infos.get(audio.index) if audio is not None else None
         return Probe(
             path, uri, container.format.name, video_info, audio_info, tracks, num_video,
-            _is_truncated(path, container, list(infos.values()), last_s), offsets, zero_s,
+            bool(faults) or _is_truncated(path, container, list(infos.values()), last_s), offsets, zero_s,
         )  # fmt: skip
     finally:
         container.close()
@@ -211,16 +224,19 @@ def _stream_info(container: Any, stream: Any) -> StreamInfo:
     info = StreamInfo(stream.index, name, base, PacketTable(), end)
     if stream.type == "video":
         info.interlaced = stream.codec_context.field_order in (2, 3, 4, 5)
-        info.average_rate = float(stream.average_rate) if stream.average_rate else None
+        # A stream without a container has no average, only what its own headers say.
+        rate = stream.guessed_rate if RAW_VIDEO & set(container.format.name.split(",")) else stream.average_rate
+        info.average_rate = float(rate) if rate else None
+        info.num_pictures = stream.frames or 0
     return info
 
 
-def _read_packets(container: Any, streams: list[Any], infos: dict[int, StreamInfo]) -> float | None:
+def _read_packets(container: Any, streams: list[Any], infos: dict[int, StreamInfo], faults: list[str]) -> float | None:
     """Fills the tables; decodes each stream up to its first frame. Returns the latest end of a packet of any stream."""
     decoders = {s.index: video_decoder(s) if s.type == "video" else s.codec_context for s in streams}
     bases = {s.index: float(s.time_base) for s in container.streams if s.time_base is not None}
     last_s: float | None = None
-    for packet in packets_of(container, [s for s in container.streams if s.index in bases]):
+    for packet in packets_of(container, [s for s in container.streams if s.index in bases], faults):
         if packet.pts is not None:
             end = (packet.pts + (packet.duration or 0)) * bases[packet.stream_index]
             last_s = end if last_s is None else max(last_s, end)
@@ -228,7 +244,7 @@ def _read_packets(container: Any, streams: list[Any], infos: dict[int, StreamInf
         if info is None:
             continue
         info.packets.add(packet, info.time_base)
-        if info.first_s is None:
+        if info.first_s is None and packet.size:
             info.has_skip_data |= packet.has_sidedata("skip_samples")
             _decode_head(decoders[packet.stream_index], packet, info, container.streams[packet.stream_index])
     for stream in streams:
@@ -301,12 +317,18 @@ def _is_truncated(path: str, container: Any, infos: list[StreamInfo], last_s: fl
         return _wav_misses_bytes(path)
     if last_s is None or (formats & {"mp3", "aac", "adts"} and not any(i.has_skip_data for i in infos)):
         return False
-    for info in infos:
+    if "avi" in formats:  # libavformat shortens an AVI's durations to what is there, but keeps the count
+        video = next((i for i in infos if i.num_pictures), None)
+        if video is not None and len(video.packets) < video.num_pictures - max(2, video.num_pictures // 50):
+            return True
+    for info in infos if "asf" not in formats else []:
         end = info.packets.end_s()
         if info.declared_end_s is not None and end is not None and _missing(info.declared_end_s, end):
             return len(set(info.packets.epoch)) < 2
-    if container.duration is None or any(i.declared_end_s is not None for i in infos):
+    if container.duration is None or (any(i.declared_end_s is not None for i in infos) and "asf" not in formats):
         return False
+    if "asf" in formats:  # every stream has the length of the file, from its first packet on, wherever that is
+        return _missing(max((s.duration or 0) * float(s.time_base) for s in container.streams), last_s)
     start = (container.start_time or 0) / av.time_base
     length = container.duration / av.time_base
     # Matroska's duration is the absolute end; others count from the start. Only what both readings miss is missing.

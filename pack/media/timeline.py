@@ -21,7 +21,7 @@ GAP_S = 0.1  # a hole of more than this inside a stream is flagged
 STRAY_RUN = 64  # packets in a row whose time may be damaged: one damaged PES header dates many sound frames
 STRAY_AHEAD_S = 2.0  # the packets around damaged ones are at most this far apart
 EPOCH_BACK_S = 0.2  # decoding times that step back further than this start a new epoch
-EPOCH_AHEAD_S = 3600.0  # and so do steps ahead of more than this
+EPOCH_AHEAD_S = 600.0  # and so do steps ahead of more than this
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,14 @@ def on_screen(picture_times: Times, grid_times: Times) -> NDArray[np.int64]:
 
 
 def picture_gaps(times: Times) -> list[tuple[float, float]]:
-    """Spans without a picture: gaps over twice the median gap and GAP_S longer than it."""
+    """Spans without a picture: gaps GAP_S longer than the median gap, and over three times the gaps beside them (a
+    slower stretch of a variable rate is no hole)."""
     if len(times) < 3:
         return []
     gaps = np.diff(times)
     median = float(np.median(gaps))
-    wide = np.flatnonzero((gaps > 2 * median) & (gaps - median > GAP_S))
+    beside = np.maximum(np.r_[gaps[1], gaps[:-1]], np.r_[gaps[1:], gaps[-2]])
+    wide = np.flatnonzero((gaps - median > GAP_S) & (gaps > 3 * np.maximum(beside, 0.5 * median)))
     return [(float(times[i] + median), float(times[i + 1])) for i in wide]
 
 

@@ -11,24 +11,24 @@ import torch
 
 from pack.config import PackConfig
 from pack.media.audio import SoundTrack
+from pack.media.budget import fit_budget
 from pack.media.decode import ClipDecoder, picture_ticks, plan_decoding
 from pack.media.encode import encode_picture
 from pack.media.picture import resize, to_rgb
 from pack.media.probe import PictureInfo, Probe
 from pack.media.timeline import (
-    Grid,
     Times,
     choose_grid,
-    fewer_frames,
     is_variable_rate,
     on_screen,
     picture_gaps,
     source_rate,
 )
 from schemas.errors import RowError
-from schemas.geometry import MAX_ASPECT_RATIO, frame_pixel_limits, smart_nframes, smart_resize, video_tokens
+from schemas.geometry import MAX_ASPECT_RATIO, frame_pixel_limits, smart_nframes, smart_resize
 
 QWEN_MIN_FRAMES = 2
+MOV = {"mov", "mp4"}
 HELD_START_S = 0.02  # a shorter wait for the first picture is codec delay
 
 
@@ -89,7 +89,8 @@ class FrameLoader:
         self.sound_errors += decoder.sound_errors
         if not seen:
             raise RowError("empty_video", f"{self._probe.uri}: not one picture decodes", "video")
-        frames = self._take(_rising(np.array(seen)) - self._zero_s, None, None)
+        # Decoders give pictures in display order, but some containers date them in decoding order.
+        frames = self._take(np.sort(np.array(seen)) - self._zero_s, None, None)
         assert frames is not None
         return frames
 
@@ -97,7 +98,9 @@ class FrameLoader:
         """Presentation ticks of all pictures in display order, or None where the packets don't tell."""
         video = self._probe.video
         assert video is not None and video.first_s is not None
-        ticks = picture_ticks(video)[~np.asarray(video.packets.discard)]
+        ticks = picture_ticks(video)[~np.asarray(video.packets.discard) & ~np.asarray(video.packets.empty)]
+        if "avi" in self._probe.container:  # AVI has no presentation times: those of its packets are in decoding order
+            return None
         if np.isnan(np.asarray(video.packets.pts)).any() or len(np.unique(ticks)) != len(ticks):
             return None
         ticks = np.sort(ticks)
@@ -161,12 +164,17 @@ class FrameLoader:
         """When the last picture ends, on the clip's clock."""
         video = self._probe.video
         assert video is not None
-        rate = source_rate(times)
-        last = int(np.nanargmax(np.asarray(video.packets.pts))) if len(video.packets) else -1
-        duration = video.packets.duration[last] if last >= 0 else 0.0
-        if duration <= 0:
-            duration = 1.0 / rate if rate else 1.0 / 25
-        return float(times[-1]) + duration
+        usual_s = 1.0 / (source_rate(times) or video.average_rate or 25.0)
+        pts = np.asarray(video.packets.pts)
+        if np.isnan(pts).all():
+            return float(times[-1]) + usual_s
+        last = int(np.nanargmax(pts))
+        last_s = max(float(times[-1]), float(pts[last]) - self._zero_s)
+        if video.declared_end_s is not None and MOV & set(self._probe.container.split(",")) and len(times) > 1:
+            # A packet of an MP4 lasts to the next one decoded, which is not the next one shown.
+            end_s = video.declared_end_s - self._zero_s
+            return end_s if end_s > last_s and not self._probe.truncated else last_s + usual_s
+        return last_s + (video.packets.duration[last] or usual_s)
 
     # --- choice of pictures and size ------------------------------------------------------------------------------
 
@@ -176,7 +184,7 @@ class FrameLoader:
             return choice, self._size(len(choice.index))
         config = self._config
         grid = choose_grid(end_s, source_rate(times), config.fps, config.min_frames, config.max_frames)
-        grid, size = self._fit_budget(grid, end_s)
+        grid, size = fit_budget(grid, end_s, config, self._sound_tokens, self._size, self._probe.uri)
         flags = ["fps_raised"] * grid.raised + ["fps_lowered"] * grid.lowered
         return Choice(on_screen(times, grid.times), grid.times, grid.fps, tuple(flags)), size
 
@@ -201,30 +209,6 @@ class FrameLoader:
         """Pictures per second by the header's average, else by the pictures themselves."""
         rate = self._probe.video.average_rate  # type: ignore[union-attr]
         return rate or source_rate(times) or 25.0
-
-    def _fit_budget(self, grid: Grid, end_s: float) -> tuple[Grid, tuple[int, int]]:
-        """Fewer frames, then smaller ones, until the clip's tokens are within video.max_tokens."""
-        size = self._size(grid.num_frames)
-        if self._config.max_tokens is None:
-            return grid, size
-        room = self._config.max_tokens - self._sound_tokens
-        factor = self._config.factor
-        for num_frames in range(grid.num_frames, min(self._config.min_frames, grid.num_frames) - 1, -1):
-            size = self._size(num_frames)
-            if video_tokens(num_frames, *size, factor) <= room:
-                return fewer_frames(grid, end_s, num_frames, self._config.fps), size
-        num_frames = min(self._config.min_frames, grid.num_frames)
-        pixels = room * factor * factor / math.ceil(num_frames / 2)
-        size = self._size(num_frames, pixels)
-        if video_tokens(num_frames, *size, factor) > room:
-            tokens = video_tokens(num_frames, *size, factor) + self._sound_tokens
-            raise RowError(
-                "over_budget",
-                f"{self._probe.uri}: {num_frames} frames of {size[1]}x{size[0]} and {self._sound_tokens} sound tokens "
-                f"make {tokens}, over video.max_tokens {self._config.max_tokens}; cut the clip (video.split_s)",
-                "video",
-            )
-        return fewer_frames(grid, end_s, num_frames, self._config.fps), size
 
     def _size(self, num_frames: int, at_most: float | None = None) -> tuple[int, int]:
         """(height, width) of the stored frames."""
@@ -277,6 +261,11 @@ class FrameLoader:
         return [name for name, is_so in found.items() if is_so]
 
     def _gaps(self, times: Times, end_s: float) -> list[tuple[float, float]]:
+        video = self._probe.video
+        assert video is not None
+        if any(video.packets.empty):  # an empty packet repeats the picture: it is no hole
+            pts = np.asarray(video.packets.pts) - self._zero_s
+            times = np.unique(np.r_[times, pts[~np.isnan(pts)]])
         return [(round(max(a, 0.0), 6), round(min(b, end_s), 6)) for a, b in picture_gaps(times) if b > 0 and a < end_s]
 
 
@@ -284,8 +273,3 @@ def upright_size(head: PictureInfo, stretch: bool) -> tuple[int, int]:
     """(height, width) as shown: sample aspect ratio applied to the width, then rotated."""
     width = max(1, round(head.width * head.sar)) if stretch else head.width
     return (width, head.height) if head.orientation.transpose else (head.height, width)
-
-
-def _rising(times: Times) -> Times:
-    """Times in display order, none before the one in front of it."""
-    return np.maximum.accumulate(times)

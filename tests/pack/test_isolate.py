@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -252,3 +253,14 @@ def test_a_started_process_has_the_environment_of_its_start_and_one_thread(tmp_p
         assert os.environ["OMP_NUM_THREADS"] == "1"
     assert os.environ.get("OMP_NUM_THREADS") == before
     assert "OMNILOOM_TEST" not in os.environ
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, GeneratorExit, type("Panic", (BaseException,), {})])
+def test_what_is_no_exception_rejects_its_row_too(raised) -> None:
+    error = as_row_error(raised("boom"))
+    assert (error.reason, "boom" in error.detail) == ("preprocessor_failed", True)
+
+
+def test_ctrl_c_is_nobodys_fault() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        as_row_error(KeyboardInterrupt())

@@ -245,3 +245,13 @@ def test_a_dead_attempt_is_buried_and_its_row_gets_one_try_alone(clips: Path) ->
 
 def test_the_fake_loader_is_picklable() -> None:
     assert isinstance(pickle.loads(pickle.dumps(MEDIA)), MediaLoader)
+
+
+def test_half_a_surrogate_pair_costs_its_own_row_only(clips: Path) -> None:
+    rows = [row(0), row(1) | {"id": "bad\ud800"}, row(2) | {"source": "bad\udfff"}, row(3)]
+    path = clips / "m.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (task,) = tasks_of(job_config(path, clips / "out", partition={"target_mb": 100}))
+    receipt = write_partition(task, MEDIA)
+    assert (receipt.packed, receipt.rejected) == (2, 2)
+    assert [r.id for r in _rejects(clips / "out/parts" / task.partition.name)] == ["bad\\ud800", "r2"]
