@@ -179,10 +179,10 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
 
 
 def _is_small_file(path: Path) -> bool:
-    """Everything that may belong to a published model but weights, their index, configuration and hidden files."""
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+    """Files by which models are described, by suffix; no weights, index, configuration, nor what we write ourselves."""
+    suffixes = ("", ".json", ".jsonl", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".py", ".yaml")
     ours = path.name in ("config.json", "omniloom_conversion.json", "journal.jsonl")
-    return not ours and not path.name.startswith(".") and not path.name.endswith(weights)
+    return path.suffix in suffixes and not (ours or path.name.startswith(".") or path.name.endswith(".index.json"))
 
 
 def _thinker_sections(thinker: Model, folder: Path) -> tuple[Section, Section]:

@@ -1,7 +1,7 @@
 """After the fact: a model directory is read again and held against its configuration, its own record and its base.
 
-Faults (names, shapes, dtypes, bytes that changed since they were written, NaN, a tensor that became zero) end with exit
-code 4. What may be right but should be looked at (low cosine, nothing trained) is a warning.
+Faults (names, shapes, dtypes, bytes that changed since they were written, NaN) end with exit code 4. What may be right
+but should be looked at (a tensor that became zero, low cosine, nothing trained) is a warning.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _judge(result: Verification) -> None:
         result.faults.append(f"{len(broken)} tensors hold NaN or Inf: {some(broken)}")
     died = [tensor.name for tensor in result.tensors if tensor.zero and tensor.base_zero is False]
     if died:
-        result.faults.append(f"{len(died)} tensors are all zero, in the base they are not: {some(died)}")
+        result.warnings.append(f"{len(died)} tensors are all zero, in the base they are not: {some(died)}")
     empty = [
         tensor.name
         for tensor in result.tensors

@@ -174,11 +174,12 @@ def _copy(output: _OpenOutput, copy: _Copied, progress: Progress, stop: threadin
 
 def _copy_some(source: int, target: int, count: int, start: int, at: int) -> int:
     """Copies at most `count` bytes; how many, 0 at the end of the source."""
-    try:
-        return os.copy_file_range(source, target, count, start, at)
-    except OSError as error:
-        if error.errno not in _NO_KERNEL_COPY:
-            raise
+    if hasattr(os, "copy_file_range"):  # Linux
+        try:
+            return os.copy_file_range(source, target, count, start, at)
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
     data = os.pread(source, min(count, 1 << 20), start)
     write_all(target, memoryview(data), at)
     return len(data)
