@@ -148,7 +148,13 @@ def test_the_manifest_tells_the_truth_about_its_files() -> None:
         for k in ("videos", "audios", "images")
         for m in r.get(k, [])
     }
-    there = {p.name for p in assets.iterdir()} - {"README.md", "demo.jsonl", "make_assets.sh", "make_tokenizer.py", "tokenizer"}
+    there = {p.name for p in assets.iterdir()} - {
+        "README.md",
+        "demo.jsonl",
+        "make_assets.sh",
+        "make_tokenizer.py",
+        "tokenizer",
+    }
     assert named == there
     readme = (assets / "README.md").read_text()
     script = (assets / "make_assets.sh").read_text()

@@ -11,17 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import TRACEBACK_VARIABLE, main
+from jobs.cli import main
 from pack.plan_file import load_plan
 from pack.storage import LocalStorage
 
 ROOT = Path(__file__).parents[2]
 TEXT = [{"from": "human", "value": "What is a shard?"}, {"from": "gpt", "value": "A file of samples."}]
-
-
-@pytest.fixture(autouse=True)
-def _one_line_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TRACEBACK_VARIABLE, "0")
 
 
 def _run(*words: str) -> int:

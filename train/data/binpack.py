@@ -11,6 +11,7 @@ import numpy as np
 
 _BIN_BITS = 32
 _MAX_SPARE = 64  # bins per lane that the choice may leave over
+_URGENT_BITS = 6
 _NEVER = np.iinfo(np.int64).max // 4
 
 
@@ -90,11 +91,12 @@ def _bins(bin_of: np.ndarray, count: int, lengths: np.ndarray, attention_len: in
     return Bins(bin_of, tokens, np.bincount(bin_of, item_costs(lengths, attention_len), count).astype(np.int64))
 
 
-def match_costs(costs: list[np.ndarray], count: int) -> np.ndarray:
+def match_costs(costs: list[np.ndarray], urgent: list[np.ndarray], count: int) -> np.ndarray:
     """int64 [lanes, count]: which bins of each lane to take, so that column i costs about the same in every lane.
 
-    costs: int64 [bins] per lane, each with at least `count` bins. Lanes take their bins in the order of cost; which
-    ones they leave out is found by dynamic programming over the squared distance from the lanes' common cost.
+    costs: int64 [bins] per lane, each with at least `count` bins; urgent: bool [bins], bins that should not be left
+    out. Lanes take their bins in the order of cost; which ones they leave out is found by dynamic programming over the
+    squared distance from the lanes' common cost, where taking an urgent bin makes up for 1/64 of its cost.
     """
     lanes = len(costs)
     if count == 0:
@@ -103,12 +105,15 @@ def match_costs(costs: list[np.ndarray], count: int) -> np.ndarray:
     spare = np.array([len(order) - count for order in orders])
     width = int(spare.max()) + 1
     values = np.zeros((lanes, count + width - 1), np.int64)
-    for lane, (cost, order) in enumerate(zip(costs, orders, strict=True)):
+    wanted = np.zeros(values.shape, bool)
+    for lane, (cost, flags, order) in enumerate(zip(costs, urgent, orders, strict=True)):
         values[lane, : len(order)] = cost[order]
+        wanted[lane, : len(order)] = flags[order]
     shift = max(0, int(values.max()).bit_length() - 20)  # squares summed over `count` columns stay far below 2**63
     values >>= shift
+    gains = np.where(wanted, (values >> _URGENT_BITS) ** 2, 0)
     targets = _common_costs(values, spare + count, count)
-    chosen = _cheapest_paths(values, targets, spare, width)
+    chosen = _cheapest_paths(values, gains, targets, spare)
     return np.stack([order[places] for order, places in zip(orders, chosen, strict=True)])
 
 
@@ -125,9 +130,9 @@ def _common_costs(values: np.ndarray, sizes: np.ndarray, count: int) -> np.ndarr
     return np.take_along_axis(values, places, 1).sum(0) // len(values)
 
 
-def _cheapest_paths(values: np.ndarray, targets: np.ndarray, spare: np.ndarray, width: int) -> np.ndarray:
+def _cheapest_paths(values: np.ndarray, gains: np.ndarray, targets: np.ndarray, spare: np.ndarray) -> np.ndarray:
     """int64 [lanes, columns]: rising places in `values`, place i for column i + (number left out before it)."""
-    lanes, columns = len(values), len(targets)
+    lanes, columns, width = len(values), len(targets), values.shape[1] - len(targets) + 1
     skipped = np.arange(width)
     impossible = skipped[None, :] > spare[:, None]
     best = np.where(impossible, _NEVER, 0)
@@ -136,7 +141,7 @@ def _cheapest_paths(values: np.ndarray, targets: np.ndarray, spare: np.ndarray, 
         lowest = np.minimum.accumulate(best, 1)
         came_from[column] = np.maximum.accumulate(np.where(best == lowest, skipped, 0), 1)
         distance = values[:, column : column + width] - targets[column]
-        best = np.where(impossible, _NEVER, lowest + distance * distance)
+        best = np.where(impossible, _NEVER, lowest + distance * distance - gains[:, column : column + width])
     chosen = np.empty((lanes, columns), np.int64)
     place = best.argmin(1)
     lane = np.arange(lanes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -51,6 +51,8 @@ class DevicePrefetcher:
     def __init__(
         self, source: Iterator[Batch], device: torch.device, assets: ProcessorAssets, depth: int, features: bool = True
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._source, self._device, self._assets, self._features = source, device, assets, features
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: queue.Queue[object] = queue.Queue(depth)
@@ -95,6 +97,9 @@ class DevicePrefetcher:
             self._put(_END)
         except BaseException as error:  # noqa: BLE001  # raised again in the consumer's thread
             self._put(error)
+        finally:
+            if isinstance(self._source, Generator):
+                self._source.close()  # ends its workers now
 
     def _put(self, item: object) -> bool:
         while not self._stop.is_set():

@@ -74,6 +74,11 @@ class TrainLoader:
         self.dead: list[DeadSample] = []
         self._serving = serve(sources, self.mine, data, batch, assets, self.rank, model or ModelInputs())
 
+    @property
+    def maker(self) -> BatchMaker:
+        """What the workers do: the batch of a request of `mine.requests`."""
+        return self._serving.maker
+
     def total_steps(self) -> int:
         """Optimizer steps of the whole training."""
         if self.batch.max_steps is not None:
@@ -91,7 +96,7 @@ class TrainLoader:
             "epoch": self.position.epoch,
             "step": self.position.step,
             "plan": self.plans.digest,
-            "inputs": self.plans.planner.inputs(),
+            "inputs": dict(self.plans.planner.inputs),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,7 +104,7 @@ class TrainLoader:
         if state.get("version") != STATE_VERSION:
             raise ConfigError(f"data state has version {state.get('version')}; this omniloom reads {STATE_VERSION}")
         if state["plan"] != self.plans.digest:
-            now, then = self.plans.planner.inputs(), state.get("inputs", {})
+            now, then = self.plans.planner.inputs, state.get("inputs", {})
             changed = [
                 f"{k}: {then.get(k)} then, {now.get(k)} now" for k in sorted({*then, *now}) if then.get(k) != now.get(k)
             ]
@@ -113,7 +118,9 @@ class TrainLoader:
         self.position = Position(epoch, step)
 
     def __iter__(self) -> Iterator[StepBatches]:
-        left = max(0, self.total_steps() - self.steps_done())
+        left = self.total_steps() - self.steps_done()
+        if left <= 0:
+            return
         fetcher = self._start_fetcher(left)
         prefetcher = self._start_prefetcher(left, fetcher)
         try:
@@ -173,7 +180,7 @@ class TrainLoader:
                 "timeout": settings.timeout_s,
             }
         loader = DataLoader(
-            self._serving.maker,
+            self.maker,
             batch_size=None,
             sampler=_Requests(self.mine.requests(self.position, steps), fetcher),
             num_workers=settings.num_workers,

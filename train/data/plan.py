@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 import numpy as np
 import xxhash
@@ -109,6 +110,7 @@ class Planner:
         empty = {s.name: int((s.tokens <= 0).sum()) for s in table.sources}
         return cls(table, budget, make_lanes(table, budget), too_long, empty)
 
+    @cached_property
     def inputs(self) -> dict[str, str | int | float]:
         """What the plan is made of, by name: two plans with equal inputs are equal. For messages; `digest` is the
         hash."""
@@ -122,7 +124,7 @@ class Planner:
 
     def digest(self) -> str:
         """32 hex digits over `inputs`."""
-        return xxhash.xxh3_128_hexdigest("\n".join(f"{k}={v}" for k, v in self.inputs().items()).encode())
+        return xxhash.xxh3_128_hexdigest("\n".join(f"{k}={v}" for k, v in self.inputs.items()).encode())
 
     def epoch(self, epoch: int, advance: Callable[[int, int], None] | None = None) -> EpochPlan:
         """The plan of epoch `epoch`, from 0. advance: called with (windows done, windows)."""
@@ -168,7 +170,8 @@ class _Builder:
         else:
             offered = [_without_emptiest(bins) for bins in packed]
             count = self._whole_steps(min(len(offer) - len(offer) // _SPARE for offer in offered), up=False)
-        picked = match_costs([bins.cost[offer] for bins, offer in zip(packed, offered, strict=True)], count)
+        waited = [_holds_first(bins, len(old))[o] for bins, old, o in zip(packed, self.waiting, offered, strict=True)]
+        picked = match_costs([b.cost[offer] for b, offer in zip(packed, offered, strict=True)], waited, count)
         taken = [offer[pick] for offer, pick in zip(offered, picked, strict=True)]
         self._emit(pools, packed, taken, count)
 
@@ -216,3 +219,10 @@ def _without_emptiest(bins: Bins) -> np.ndarray:
     if bins.count:
         kept[int(bins.tokens.argmin())] = False
     return np.flatnonzero(kept)
+
+
+def _holds_first(bins: Bins, items: int) -> np.ndarray:
+    """bool [bins]: which hold one of the first `items` items."""
+    held = np.zeros(bins.count, bool)
+    held[bins.bin_of[:items]] = True
+    return held

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import fcntl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from train.config import BatchConfig, DataConfig
 from train.data.lanes import PlanBudget
 from train.data.plan import Planner
 from train.data.plan_store import PlanStore
-from train.data.sources import OpenSource, cache_folder, row_table
+from train.data.processor import ProcessorAssets
+from train.data.sources import OpenSource, cache_folder, open_sources, row_table
+from train.progress import progress
+
+
+def open_data(
+    data: DataConfig, batch: BatchConfig, assets: ProcessorAssets, show: bool = True
+) -> tuple[list[OpenSource], PlanStore]:
+    """The sources and their plans, the first epoch's made. show: progress of what takes time, on one rank. Ranks of a
+    node wait for one another, so that each row is counted once."""
+    said = progress if show else _silent
+    with _one_at_a_time(cache_folder(data)), said("counting tokens", None, "rows") as advance:
+        sources = open_sources(data, assets, batch.seed, lambda _, count: advance(count))
+    with said("planning the epoch", None, "windows") as advance:
+        plans = make_plans(sources, data, batch, lambda done, of: advance(1))
+        plans.steps(0)
+    return sources, plans
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".opening", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # freed with the file, however this process ends
+        yield
+
+
+@contextmanager
+def _silent(title: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+    yield lambda count: None
 
 
 def make_plans(

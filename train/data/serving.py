@@ -16,7 +16,7 @@ from train.data.reader import BatchMaker, RowReader, SourceReader, position_dtyp
 from train.data.route import RouteSpec
 from train.data.shard_cache import ShardCache
 from train.data.sources import OpenSource, cache_folder
-from train.data.store import CacheSpec, PackedPart, TextPart, cache_of
+from train.data.store import CacheSpec, PackedPart, TextPart, cache_of, check_shards
 from train.data.transform import SampleTransform
 
 GIGABYTE = 10**9
@@ -49,7 +49,7 @@ def serve(
     rank: DataRank,
     model: ModelInputs,
 ) -> Serving:
-    """Opens the shards of this rank's lanes."""
+    """Opens the shards of this rank's lanes. VerificationError: one is missing or cut off."""
     shards, table = mine.shards(), mine.table
     owner = np.searchsorted(table.shard_starts, shards, side="right") - 1
     readers: dict[int, SourceReader] = {}
@@ -67,6 +67,8 @@ def serve(
                 limit = data.cache.limit_gb
                 caches[number] = cache_of(source.config.path, spec, None if limit is None else int(limit * GIGABYTE))
             part = PackedPart.make(source.config.path, source.shards, numbers, cache_folder(data) / "views", spec)
+            if data.dead_samples == "fail":
+                check_shards(part)
         readers[number] = SourceReader(source.rows.name, part, source.text)
     collator = Collator(
         sp_rank=rank.sp_rank,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ class PackedPart:
         else:
             root = cache_of(dataset, cache).folder
         view = write_sub_index(views, mine, lambda name: root / name)
-        return cls(dataset.rstrip("/"), str(view), np.asarray(numbers, np.int64), mine, cache)
+        light = [replace(shard, entry={}) for shard in mine]  # it travels to every worker
+        return cls(dataset.rstrip("/"), str(view), np.asarray(numbers, np.int64), light, cache)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
@@ -171,11 +172,6 @@ def check_shards(part: PackedPart) -> None:
             raise VerificationError(
                 f"{path} {has}; the index says {shard.bytes} bytes: run `omniloom pack verify {part.dataset}`"
             )
-
-
-def served(numbers: np.ndarray, parts: Iterable[np.ndarray]) -> np.ndarray:
-    """int64: which of `numbers` are in any of `parts`, ascending."""
-    return np.intersect1d(numbers, np.concatenate([*parts, np.zeros(0, np.int64)]))
 
 
 def _brief(error: Exception) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -57,13 +58,15 @@ def test_costs_of_long_rows_do_not_overflow() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 4).flatmap(
-        lambda lanes: st.lists(st.lists(st.integers(0, 200), min_size=3, max_size=6), min_size=lanes, max_size=lanes)
+        lambda lanes: st.lists(st.lists(st.integers(0, 20_000), min_size=3, max_size=6), min_size=lanes, max_size=lanes)
     ),
     st.integers(0, 3),
+    st.booleans(),
 )
-def test_matched_columns_are_the_nearest_to_the_common_costs(costs: list[list[int]], count: int) -> None:
+def test_matched_columns_are_the_nearest_to_the_common_costs(costs: list[list[int]], count: int, hurry: bool) -> None:
     arrays = [np.array(lane, np.int64) for lane in costs]
-    chosen = match_costs(arrays, count)
+    urgent = [(lane % 3 == 0) & hurry for lane in arrays]
+    chosen = match_costs(arrays, urgent, count)
     assert chosen.shape == (len(costs), count)
     ranks = [[np.sort(lane)[(2 * i + 1) * len(lane) // (2 * count)] for i in range(count)] for lane in arrays]
     targets = np.array(ranks, np.int64).reshape(len(costs), count).sum(0) // len(costs)
@@ -71,15 +74,26 @@ def test_matched_columns_are_the_nearest_to_the_common_costs(costs: list[list[in
         assert len(set(picked.tolist())) == count
         mine = lane[picked]
         assert (np.diff(mine) >= 0).all()
-        cheapest = min(
-            sum((value - target) ** 2 for value, target in zip(subset, targets.tolist(), strict=True))
-            for subset in combinations(sorted(lane.tolist()), count)
-        )
-        assert ((mine - targets) ** 2).sum() == cheapest
+        cheapest = min(_price(subset, targets, hurry) for subset in combinations(sorted(lane.tolist()), count))
+        assert _price(mine.tolist(), targets, hurry) == cheapest
+
+
+def _price(values: Sequence[int], targets: np.ndarray, hurry: bool) -> int:
+    """What a choice costs; multiples of 3 are urgent."""
+    price = sum((value - target) ** 2 for value, target in zip(values, targets.tolist(), strict=True))
+    return price - sum((value >> 6) ** 2 for value in values if hurry and value % 3 == 0)
+
+
+def test_urgent_bins_are_taken_where_costs_do_not_suffer() -> None:
+    costs = [np.full(10, 6400), np.array([6400] * 5 + [6390] * 3 + [1000] * 2)]
+    urgent = [np.arange(10) % 2 == 1, np.array([False] * 5 + [True] * 5)]
+    first, second = match_costs(costs, urgent, 5)
+    assert sorted(first) == [1, 3, 5, 7, 9]
+    assert {5, 6, 7} < set(second) and not {8, 9} & set(second)
 
 
 def test_many_spare_bins_are_thinned_evenly() -> None:
     costs = [np.arange(1000), np.arange(0, 1000, 100)]
-    chosen = match_costs(costs, 10)
+    chosen = match_costs(costs, [np.zeros(len(cost), bool) for cost in costs], 10)
     assert np.array_equal(costs[1][chosen[1]], costs[1])
     assert np.abs(costs[0][chosen[0]] - costs[1]).max() < 120

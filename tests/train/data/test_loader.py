@@ -245,6 +245,7 @@ def test_three_rows_train(tmp_path: Path) -> None:
     assert all((batch.labels == -100).all() for mine in steps for batch in mine[0].micro_batches if not batch.keys)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_by_a_killed_run(folder: Path, tmp_path: Path) -> None:
     """No shared memory and no lock file stays, so nothing has to be cleaned before the next run."""
     for name in ("clips", "text"):

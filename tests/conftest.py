@@ -1,4 +1,4 @@
-"""A local S3 server for the tests of pack."""
+"""What all tests share: a local S3 server, and errors of one line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
+
+from jobs.cli import TRACEBACK_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def _one_line_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets this variable for its child processes; the next test must not find it."""
+    monkeypatch.setenv(TRACEBACK_VARIABLE, "0")
 
 
 @pytest.fixture(scope="session")
