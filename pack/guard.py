@@ -4,14 +4,17 @@ when its parent is gone."""
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import multiprocessing
 import os
+import re
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 import psutil
 
 CRUMB_FILE = "crumb.json"
+_ATTEMPT = re.compile(r"(.+)\.([^.-]+)-([0-9a-f]{8})-([0-9]+)-([0-9]+)-[0-9a-f]{8}")
 OOM_EXIT = 79  # exit code of a worker that ended itself for memory
 GIB = 2**30
 
@@ -67,6 +71,26 @@ def new_crumb(job: str, partition: str, rows_total: int, isolated: bool) -> Crum
     return Crumb(job, socket.gethostname(), me.pid, me.create_time(), partition, rows_total, isolated=isolated)
 
 
+def attempt_name(crumb: Crumb) -> str:
+    """Name of an attempt's folder. It says who makes it: a process can end before its first breadcrumb, and while it
+    removes the folder after its last."""
+    owner = f"{_host_mark(crumb.host)}-{crumb.pid}-{int(crumb.pid_started)}"
+    return f"{crumb.partition}.{crumb.job}-{owner}-{uuid.uuid4().hex[:8]}"
+
+
+def _host_mark(host: str) -> str:
+    return hashlib.blake2b(host.encode(), digest_size=4).hexdigest()
+
+
+def _crumb_of_name(name: str) -> Crumb | None:
+    """What the name of an attempt's folder says; None for other names."""
+    if (found := _ATTEMPT.fullmatch(name)) is None:
+        return None
+    partition, job, mark, pid, started = found.groups()
+    here = socket.gethostname()
+    return Crumb(job, here if mark == _host_mark(here) else f"#{mark}", int(pid), float(started), partition, 0)
+
+
 class CrumbWriter:
     """Rewrites the breadcrumb of one attempt; a reader sees the old one or the new one."""
 
@@ -85,7 +109,8 @@ class CrumbWriter:
 
 
 def read_crumbs(staging_root: Path) -> Iterator[tuple[Path, Crumb, float]]:
-    """(attempt folder, its crumb, when it was written) of all attempts below a staging folder."""
+    """(attempt folder, its crumb, when it was written) of all attempts below a staging folder; a folder without a crumb
+    has what its name says."""
     try:
         folders = sorted(staging_root.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -95,7 +120,10 @@ def read_crumbs(staging_root: Path) -> Iterator[tuple[Path, Crumb, float]]:
         try:
             yield folder, Crumb(**json.loads(path.read_text(encoding="utf-8"))), path.stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
-            continue  # the attempt has just ended
+            crumb = _crumb_of_name(folder.name)
+            with suppress(FileNotFoundError):  # the attempt has just ended
+                if crumb is not None:
+                    yield folder, crumb, folder.stat().st_mtime
         except (ValueError, TypeError):
             continue  # of another version; `gc` removes it by age
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from pack.config import PackConfig
 from pack.executors import Failure, Outcome, WorkerDied, run_tasks
 from pack.fingerprint import fingerprint, preprocessor_code
-from pack.guard import read_crumbs
+from pack.guard import Crumb, read_crumbs
 from pack.manifest_files import find_manifests
 from pack.media.versions import VERSIONS
 from pack.merge import dataset_fingerprint, merge
@@ -142,6 +142,8 @@ def _finish(storage: Storage, plan: Plan, media: MediaLoader | None, stop: Stopp
     try:
         if todo:
             _run(storage, plan, todo, media, stop, events)
+        committed = storage.committed_names()
+        _remove_attempts(storage, lambda crumb: crumb.partition in committed and crumb.owner_is_dead)
         card = merge_job(storage, plan)
         events.add("merged", samples=card.totals.samples, rejected=sum(card.totals.rejected.values()))
         found = verify_job(storage, plan)
@@ -228,15 +230,19 @@ def _run(
                 if not todo:
                     return
     finally:
-        for folder, crumb, _ in read_crumbs(storage.staging_root):
-            if crumb.job == job:
-                remove_tree(folder)
+        _remove_attempts(storage, lambda crumb: crumb.job == job)
     failure = failures.get(todo[0].name)
     why = failure.message if failure else "its worker ended without a word; the executor's own logs may say why"
     raise OmniloomError(
         f"{len(todo)} of {len(plan.partitions)} partitions could not be packed in {ROUNDS} rounds; "
         f"{todo[0].name}: {why}"
     )
+
+
+def _remove_attempts(storage: Storage, is_garbage: Callable[[Crumb], bool]) -> None:
+    for folder, crumb, _ in read_crumbs(storage.staging_root):
+        if is_garbage(crumb):
+            remove_tree(folder)
 
 
 def _task(plan: Plan, partition: Partition, storage: Storage, job: str, isolated: bool) -> PartitionTask:

@@ -18,7 +18,7 @@ import xxhash
 from streaming import MDSWriter
 
 from pack.fingerprint import fingerprint
-from pack.guard import GIB, CrumbWriter, MemoryWatch, new_crumb, read_crumbs
+from pack.guard import GIB, CrumbWriter, MemoryWatch, attempt_name, new_crumb, read_crumbs
 from pack.isolate import DirectRunner, IsolatedRunner, RowTask, Runner
 from pack.manifest_files import ManifestFile, RawRow, current_stamp, read_range
 from pack.plan import MIB, Segment
@@ -66,10 +66,11 @@ def write_partition(task: PartitionTask, media: MediaLoader | None = None) -> Re
     loader = prepare_worker(task, media)
     suspects = _bury_dead(storage.staging_root, task)
     isolated = task.isolated or suspects is not None
-    attempt = storage.new_staging(name)
+    crumb = new_crumb(task.job, name, task.partition.rows, isolated)
+    attempt = storage.new_staging(attempt_name(crumb))
     try:
         with explain_io("cannot write", str(attempt)):
-            crumbs = CrumbWriter(attempt, new_crumb(task.job, name, task.partition.rows, isolated))
+            crumbs = CrumbWriter(attempt, crumb)
             _Attempt(task, attempt, loader, crumbs).write(isolated, media, suspects or frozenset())
             won = storage.publish(attempt / PART_FOLDER, name, attempt.name.rpartition(".")[2])
     finally:

@@ -132,10 +132,10 @@ class Storage(ABC):
         """The full address of a name, for people."""
         return f"{self.location.rstrip('/')}/{name}" if name else self.location
 
-    def new_staging(self, partition: str) -> Path:
-        """A fresh, empty local folder for one attempt at a partition."""
+    def new_staging(self, attempt: str) -> Path:
+        """A fresh, empty local folder for one attempt at a partition, of the name `guard.attempt_name`."""
         with explain_io("cannot make a folder below", str(self.staging_root)):
-            folder = self.staging_root / f"{partition}.{uuid.uuid4().hex[:12]}"
+            folder = self.staging_root / attempt
             folder.mkdir(parents=True)
         return folder
 

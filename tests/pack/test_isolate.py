@@ -17,7 +17,16 @@ from typing import Any
 import psutil
 import pytest
 
-from pack.guard import OOM_EXIT, CrumbWriter, environment, new_crumb, one_thread_each, read_crumbs, start_process
+from pack.guard import (
+    OOM_EXIT,
+    CrumbWriter,
+    attempt_name,
+    environment,
+    new_crumb,
+    one_thread_each,
+    read_crumbs,
+    start_process,
+)
 from pack.isolate import DirectRunner, IsolatedRunner, RowTask, describe_exit
 from pack.row import as_row_error, pack_row
 from pack.spool import RowSpool, read_spool, shard_bytes
@@ -184,6 +193,18 @@ def test_a_crumb_tells_living_from_dead_and_from_elsewhere(tmp_path: Path) -> No
     (tmp_path / "b/crumb.json").write_text("{torn")
     ((folder, crumb, _),) = read_crumbs(tmp_path)
     assert (folder.name, crumb.row, crumb.id, crumb.media_s) == ("a", 3, "x", 1.5)
+
+
+def test_a_folder_without_a_crumb_still_has_an_owner(tmp_path: Path) -> None:
+    """Its process was killed before the first breadcrumb, or while it removed the folder."""
+    mine = new_crumb("job", "000001-k.retry", 5, False)
+    for crumb in (mine, replace(mine, pid=2**22 - 7), replace(mine, host="elsewhere")):
+        (tmp_path / attempt_name(crumb)).mkdir()
+    (tmp_path / "stray").mkdir()
+    found = {crumb.is_local: crumb.owner_is_dead for _, crumb, _ in read_crumbs(tmp_path) if crumb.pid == mine.pid}
+    assert found == {True: False, False: False}
+    (dead,) = [crumb for _, crumb, _ in read_crumbs(tmp_path) if crumb.pid != mine.pid]
+    assert (dead.job, dead.partition, dead.owner_is_dead) == ("job", "000001-k.retry", True)
 
 
 _GUARDED = """

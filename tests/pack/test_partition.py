@@ -11,7 +11,7 @@ import pytest
 from streaming.base.format.mds.reader import MDSReader
 
 from pack.config import PackConfig
-from pack.guard import CrumbWriter, new_crumb, read_crumbs
+from pack.guard import CrumbWriter, attempt_name, new_crumb, read_crumbs
 from pack.partition import write_partition
 from pack.reader import PackedDataset
 from pack.row import MediaLoader
@@ -234,11 +234,11 @@ def test_a_dead_attempt_is_buried_and_its_row_gets_one_try_alone(clips: Path) ->
     (task,) = tasks_of(config)
     storage = LocalStorage(clips / "out")
     for pid, job in ((2**22 - 7, "other"), (1, "job")):
-        folder = storage.new_staging(task.partition.name)
         crumb = replace(new_crumb(job, task.partition.name, 2, False), pid=pid, offset=1, row=1)
-        CrumbWriter(folder, crumb)
-    alive = storage.new_staging(task.partition.name)  # of another job that runs now
-    CrumbWriter(alive, new_crumb("another", task.partition.name, 2, False))
+        CrumbWriter(storage.new_staging(attempt_name(crumb)), crumb)
+    running = new_crumb("another", task.partition.name, 2, False)  # of another job that runs now
+    alive = storage.new_staging(attempt_name(running))
+    CrumbWriter(alive, running)
     assert write_partition(task, MEDIA).isolated
     assert [folder for folder, _, _ in read_crumbs(storage.staging_root)] == [alive]
 

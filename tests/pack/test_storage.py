@@ -33,7 +33,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def _part(storage: Storage, text: str) -> Path:
-    folder = storage.new_staging("000001-k") / "part"
+    folder = storage.new_staging(f"000001-k.{text}") / "part"
     folder.mkdir()
     (folder / "shard").write_text(text)
     (folder / COMMIT_FILE).write_text(f'{{"by": "{text}"}}')
