@@ -1,8 +1,9 @@
 """A YAML file and dotted overrides -> a strict pydantic model, or every fault at once, one line each.
 
 A line says where (file:line:column or the override), the full key, what is wrong, what is allowed, and the key that was
-probably meant. Values are taken as they are: no "yes" for true, no "3" for 3. On the command line, where everything is
-text, a value is read as YAML unless the key takes a string.
+probably meant; a root model may have `foreign_keys`: keys of another program, with what takes their place. Values are
+taken as they are: no "yes" for true, no "3" for 3. On the command line, where everything is text, a value is read as
+YAML unless the key takes a string.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -164,7 +165,8 @@ def _fault(path: KeyPath, detail: ErrorDetails, source: Located, model: type[Bas
     kind, annotation = detail["type"], _type_at(model, path)
     if kind == "extra_forbidden":
         at = source.keys.get(path) or _nearest_place(source, path, name)
-        return f"{at}: {key}: unknown key{_meant(path, model)}"
+        instead = _instead(key, model)
+        return f"{at}: {key}: " + (instead if instead is not None else f"unknown key{_meant(path, model)}")
     at = source.values.get(path) or _nearest_place(source, path, name)
     if kind == "missing":
         needed = describe_type(annotation) if annotation is not None else "a value"
@@ -190,6 +192,14 @@ def _type_at(model: type[BaseModel], path: KeyPath) -> Any:
 
 def _nearest_place(source: Located, path: KeyPath, name: str) -> str:
     return next((source.values[path[:n]] for n in range(len(path), -1, -1) if path[:n] in source.values), name)
+
+
+def _instead(key: str, model: type[BaseModel]) -> str | None:
+    """What the model says of a key of another program, or of a section around it."""
+    foreign: Mapping[str, object] = getattr(model, "foreign_keys", {})
+    names = key.split(".")
+    found = next((name for n in range(len(names), 0, -1) if (name := ".".join(names[:n])) in foreign), None)
+    return None if found is None else f"is not a key here; {foreign[found]}"
 
 
 def _meant(path: KeyPath, model: type[BaseModel]) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 
 from jobs.cli import TRACEBACK_VARIABLE
+
+# before torch is imported, and for child processes, too: the models of tests are tiny, and threads that wait for one
+# another on a machine that has other work take several times as long as one
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +25,8 @@ def _one_line_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """The URL of an empty bucket; credentials and endpoint stand in the environment, for child processes, too."""
+    from moto.server import ThreadedMotoServer  # noqa: PLC0415  # machines that run GPU tests only do not have it
+
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else every request is in the report of a failure
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()

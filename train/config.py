@@ -1,21 +1,52 @@
 """The configuration of `omniloom train`: every key, its default and its unit. Names are VeOmni's where the meaning is
-the same. This file holds the data part; the trainer's sections join it."""
+the same. The sections of `train` stand in `train.config_trainer`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from train.config_trainer import (
+    AcceleratorConfig,
+    CheckpointConfig,
+    FsdpConfig,
+    GradientCheckpointingConfig,
+    LoggingConfig,
+    MemoryConfig,
+    MixedPrecisionConfig,
+    OptimizerConfig,
+    ProfileConfig,
+    WandbConfig,
+)
+from train.config_types import NotNegative, Positive, PositiveFloat, Strict
+from train.ops.registry import AUTO, OPS
+from train.veomni_keys import VEOMNI_KEYS, Instead
 
-
-class Strict(BaseModel):
-    """Base: no unknown key, frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+__all__ = [
+    "AcceleratorConfig",
+    "BatchConfig",
+    "CacheConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "DataSourceConfig",
+    "DataloaderConfig",
+    "EvaluationConfig",
+    "FsdpConfig",
+    "GradientCheckpointingConfig",
+    "LoggingConfig",
+    "MemoryConfig",
+    "MixedPrecisionConfig",
+    "ModelConfig",
+    "MultimodalConfig",
+    "OmniConfig",
+    "OpsImplementationConfig",
+    "OptimizerConfig",
+    "ProfileConfig",
+    "TrainConfig",
+    "WandbConfig",
+]
 
 
 class DataSourceConfig(Strict):
@@ -28,7 +59,7 @@ class DataSourceConfig(Strict):
     name: str | None = None
     weight: PositiveFloat = 1.0
     source_name: str | None = None
-    source_args: dict[str, str | int | float | bool | None] = {}
+    source_args: dict[str, str | int | float | bool | None] = Field(default={})
 
     @property
     def label(self) -> str:
@@ -94,7 +125,7 @@ class DataConfig(Strict):
     window_rows: Positive = 2048
     attention_len: Positive = 15_500
     dead_samples: Literal["fail", "mask"] = "fail"
-    imports: list[str] = []
+    imports: list[str] = Field(default=[])
     mm_configs: MultimodalConfig = MultimodalConfig()
     dataloader: DataloaderConfig = DataloaderConfig()
     cache: CacheConfig = CacheConfig()
@@ -120,3 +151,118 @@ class BatchConfig(Strict):
     num_train_epochs: Positive = 1
     max_steps: Positive | None = None
     seed: NotNegative = 42
+
+
+class OpsImplementationConfig(Strict):
+    """Which implementation of each operation runs; auto = the fastest that is available, printed at the start.
+    attn_implementation: flash_attention_4, flash_attention_3, flash_attention_2, torch_varlen, flex_attention, cudnn,
+    sdpa or eager; moe_implementation: of the experts, fused_triton, grouped_mm or eager;
+    cross_entropy_loss_implementation: of the head with its loss, fused_triton, chunk_loss or eager;
+    rms_norm_implementation: triton, compile or eager; rotary_pos_emb_implementation: with the norms of q and k,
+    triton, compile or eager; rotary_pos_emb_vision_implementation: triton, compile or eager;
+    swiglu_mlp_implementation: triton, compile or eager; load_balancing_loss_implementation: of the router's statistics,
+    triton, compile or eager."""
+
+    attn_implementation: str = AUTO
+    moe_implementation: str = AUTO
+    cross_entropy_loss_implementation: str = AUTO
+    rms_norm_implementation: str = AUTO
+    rotary_pos_emb_implementation: str = AUTO
+    rotary_pos_emb_vision_implementation: str = AUTO
+    swiglu_mlp_implementation: str = AUTO
+    load_balancing_loss_implementation: str = AUTO
+
+    @field_validator("*")
+    @classmethod
+    def _known(cls, name: str, info: ValidationInfo) -> str:
+        entry = next(entry for entry in OPS.values() if entry.key == info.field_name)
+        if fault := entry.fault(name):
+            raise ValueError(fault)
+        return name
+
+
+class ModelConfig(Strict):
+    """The model. model_path: folder in the Hugging Face layout, with weights; config_path: folder or file of a
+    config.json, whose model starts from random weights unless model_path is given, too; backend: native, or
+    transformers for a dense text model that is not among ours; trust_remote_code: run code that comes with the
+    checkpoint (transformers only)."""
+
+    model_path: str | None = None
+    config_path: str | None = None
+    backend: Literal["native", "transformers"] = "native"
+    trust_remote_code: bool = False
+    ops_implementation: OpsImplementationConfig = OpsImplementationConfig()
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> ModelConfig:
+        if self.model_path is None and self.config_path is None:
+            raise ValueError("needs model_path, or config_path to start from random weights")
+        if self.trust_remote_code and self.backend == "native":
+            raise ValueError("trust_remote_code is of backend: transformers; native models run no code of a checkpoint")
+        return self
+
+
+class EvaluationConfig(Strict):
+    """Loss on held-out data. sources: as data.sources; steps: every so many training steps, 0 = never; max_batches:
+    micro-batches of each rank at a time, null = all."""
+
+    sources: list[DataSourceConfig] = Field(default=[])
+    steps: NotNegative = 0
+    max_batches: Positive | None = None
+
+    @model_validator(mode="after")
+    def _has_data(self) -> EvaluationConfig:
+        if self.steps and not self.sources:
+            raise ValueError(f"steps is {self.steps}, but there are no sources to evaluate on")
+        return self
+
+
+class TrainConfig(BatchConfig):
+    """How it is trained. init_device: where the model is built: meta takes no memory and each rank then fills its own
+    part; deterministic: the same results at every run on the same GPUs, slower; freeze_vit: the vision tower is not
+    trained; freeze_audio_tower: the audio tower is not trained; freeze_modules: modules that are not trained, by path
+    or pattern; module_lr: learning rate of parameters by path or pattern, later ones win; vit_lr, audio_lr: of the
+    towers, null = optimizer.lr; moe_load_balance_monitor_interval: expert loads are recorded every so many steps,
+    0 = never."""
+
+    init_device: Literal["meta", "cpu", "cuda"] = "meta"
+    deterministic: bool = False
+    freeze_vit: bool = False
+    freeze_audio_tower: bool = False
+    freeze_modules: list[str] = Field(default=[])
+    module_lr: dict[str, PositiveFloat] = Field(default={})
+    vit_lr: PositiveFloat | None = None
+    audio_lr: PositiveFloat | None = None
+    optimizer: OptimizerConfig = OptimizerConfig()
+    accelerator: AcceleratorConfig = AcceleratorConfig()
+    gradient_checkpointing: GradientCheckpointingConfig = GradientCheckpointingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    profile: ProfileConfig = ProfileConfig()
+    memory: MemoryConfig = MemoryConfig()
+    moe_load_balance_monitor_interval: NotNegative = 0
+
+    @model_validator(mode="after")
+    def _no_rate_for_frozen_towers(self) -> Self:
+        frozen = {"vit_lr": self.freeze_vit, "audio_lr": self.freeze_audio_tower}
+        for key, is_frozen in frozen.items():
+            if is_frozen and getattr(self, key) is not None:
+                raise ValueError(f"{key} is given for a tower that is frozen")
+        return self
+
+
+class OmniConfig(Strict):
+    """A training run. model: what is trained; data: on what; train: how."""
+
+    foreign_keys: ClassVar[Mapping[str, Instead]] = VEOMNI_KEYS
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _has_a_processor(self) -> OmniConfig:
+        if self.data.processor_path is None and self.model.model_path is None:
+            raise ValueError("data.processor_path is missing; without model.model_path there is no tokenizer to take")
+        return self

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from schemas.config_keys import describe_keys
 from schemas.errors import ConfigError
 from schemas.strict import check_config
-from train.config import BatchConfig, DataConfig
+from train.config import BatchConfig, DataConfig, ModelConfig, OpsImplementationConfig
+from train.ops.registry import OPS
 
 
 def data(**keys: Any) -> DataConfig:
@@ -47,4 +49,39 @@ def test_a_source_is_named_after_its_path() -> None:
 def test_mistakes_are_named(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         data(**keys)
+    assert said in str(caught.value)
+
+
+def test_the_model_section_has_the_documented_defaults() -> None:
+    found = check_config({"model_path": "hub"}, ModelConfig, "train.yaml")
+    assert (found.backend, found.config_path, found.trust_remote_code) == ("native", None, False)
+    assert set(found.ops_implementation.model_dump().values()) == {"auto"}
+
+
+def test_the_keys_are_those_of_the_operations_and_name_every_backend() -> None:
+    assert set(OpsImplementationConfig.model_fields) == {entry.key for entry in OPS.values()}
+    documented = {info.key: info.doc for info in describe_keys(OpsImplementationConfig)}
+    for entry in OPS.values():
+        missing = [name for name in entry.backends if name not in documented[entry.key]]
+        assert not missing, f"{entry.key} does not say {missing}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "needs model_path, or config_path"),
+        ({"backend": "hf"}, "backend: is 'hf'"),
+        ({"trust_remote_code": True}, "trust_remote_code is of backend: transformers"),
+        ({"ops_implementation": {"attn": "sdpa"}}, "ops_implementation.attn: unknown key"),
+        (
+            {"ops_implementation": {"moe_implementation": "fused"}},
+            "ops_implementation.moe_implementation: 'fused' is no",
+        ),
+        ({"ops_implementation": {"moe_implementation": "fused"}}, "write fused_triton; known: auto, fused_triton"),
+        ({"ops_implementation": {"attn_implementation": "sdpaa"}}, "did you mean 'sdpa'?"),
+    ],
+)
+def test_mistakes_of_the_model_section_are_named(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config({"model_path": "hub"} | keys if keys else {}, ModelConfig, "train.yaml")
     assert said in str(caught.value)

@@ -1,0 +1,162 @@
+"""The sections of `train`: optimizer, parallelism, checkpoints, logging, evaluation, profiling."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from train.config_types import Beta, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Share, Strict
+
+
+class OptimizerConfig(Strict):
+    """The optimizer and its schedule. type: adamw or muon; lr: learning rate after warm-up; lr_min: where decay ends;
+    lr_start: where warm-up starts; lr_warmup_steps: steps of warm-up, null = lr_warmup_ratio; lr_warmup_ratio: share of
+    all steps; lr_decay_style: constant, linear or cosine; lr_decay_ratio: share of all steps after which lr_min is
+    reached; weight_decay: decoupled from the gradient; betas: decay rates of the two averages of AdamW; eps: added to
+    the denominator; max_grad_norm: gradients are scaled down to this norm over all parameters, 0 = never;
+    no_decay_modules: class names of modules without weight decay, e.g. RMSNorm; no_decay_params: parts of the names of
+    parameters without weight decay, e.g. bias; state_dtype: of the averages."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    lr: PositiveFloat = 1.0e-5
+    lr_min: NotNegativeFloat = 0.0
+    lr_start: NotNegativeFloat = 0.0
+    lr_warmup_steps: NotNegative | None = None
+    lr_warmup_ratio: Share = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_decay_ratio: Share = 1.0
+    weight_decay: NotNegativeFloat = 0.0
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
+    eps: PositiveFloat = 1.0e-8
+    max_grad_norm: NotNegativeFloat = 1.0
+    no_decay_modules: list[str] = Field(default=[])
+    no_decay_params: list[str] = Field(default=[])
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+
+    @model_validator(mode="after")
+    def _in_order(self) -> OptimizerConfig:
+        for name in ("lr_min", "lr_start"):
+            if getattr(self, name) > self.lr:
+                raise ValueError(f"{name} {getattr(self, name):g} is above lr {self.lr:g}")
+        return self
+
+
+class MixedPrecisionConfig(Strict):
+    """Masters are always float32. enable: compute with a copy in param_dtype; param_dtype: of the copy; reduce_dtype:
+    in which gradients are summed over ranks."""
+
+    enable: bool = True
+    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def compute_dtype(self) -> str:
+        """Name of the dtype that the model computes in."""
+        return self.param_dtype if self.enable else "float32"
+
+
+class FsdpConfig(Strict):
+    """How parameters are shared among ranks. fsdp_mode: fsdp2 shards parameters, gradients and optimizer states; ddp
+    keeps them whole on every rank and sums gradients; reshard_after_forward: free a block's whole parameters after its
+    forward pass and gather them again for the backward pass; reshard_after_backward: false keeps them whole between
+    the micro-batches of a step; sync_every_micro_batch: false keeps each rank's whole gradients until the last
+    micro-batch of a step, which saves communication and costs memory; forward_prefetch: gather the next block while
+    one computes; offload: parameters, gradients and optimizer states live in CPU memory."""
+
+    fsdp_mode: Literal["fsdp2", "ddp"] = "fsdp2"
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    sync_every_micro_batch: bool = True
+    forward_prefetch: bool = True
+    offload: bool = False
+    mixed_precision: MixedPrecisionConfig = MixedPrecisionConfig()
+
+
+class AcceleratorConfig(Strict):
+    """Over which ranks what is divided: world size = dp_replicate_size x dp_shard_size x ulysses_size.
+    dp_replicate_size: groups of ranks that each hold the whole model; dp_shard_size: ranks that shard it, -1 = all that
+    are left; ulysses_size: ranks that share each sequence; ep_size: ranks that divide the experts among them, a
+    divisor of dp_shard_size x ulysses_size."""
+
+    dp_replicate_size: Positive = 1
+    dp_shard_size: int = -1
+    ulysses_size: Positive = 1
+    ep_size: Positive = 1
+    fsdp_config: FsdpConfig = FsdpConfig()
+
+    @field_validator("dp_shard_size")
+    @classmethod
+    def _all_or_some(cls, size: int) -> int:
+        if size != -1 and size < 1:
+            raise ValueError(f"{size} ranks; give a number > 0, or -1 for all that are left")
+        return size
+
+
+class GradientCheckpointingConfig(Strict):
+    """Memory for time. enable: blocks keep their inputs only and run again in the backward pass."""
+
+    enable: bool = True
+
+
+class CheckpointConfig(Strict):
+    """Checkpoints to go on from, and exports in the Hugging Face layout. output_dir: folder of all that a run writes;
+    save_steps: every so many steps, 0 = never; save_epochs: every so many epochs, 0 = never; save_async: go on training
+    while it is written; keep_last: how many complete checkpoints stay, 0 = all; load_path: auto = the newest complete
+    one in output_dir, if any, null = start anew, or a folder; save_hf_weights: export at the end of training;
+    hf_save_steps: also every so many steps, 0 = never; hf_base: whole Omni checkpoint that an exported thinker is put
+    into; timeout_s: of the collectives around saving and loading."""
+
+    output_dir: Annotated[str, Field(min_length=1)] = "output"
+    save_steps: NotNegative = 500
+    save_epochs: NotNegative = 0
+    save_async: bool = True
+    keep_last: NotNegative = 3
+    load_path: str | None = "auto"
+    save_hf_weights: bool = True
+    hf_save_steps: NotNegative = 0
+    hf_base: str | None = None
+    timeout_s: Positive = 7200
+
+
+class WandbConfig(Strict):
+    """Metrics in Weights & Biases. enable: needs the package wandb; project, name: where they go, null = its choice."""
+
+    enable: bool = False
+    project: str = "omniloom"
+    name: str | None = None
+
+
+class LoggingConfig(Strict):
+    """Metrics always go to output_dir/metrics.jsonl. log_steps: every so many steps; the only points where the trainer
+    waits for the device; tensorboard: also as TensorBoard events; plots: curves as a picture beside the metrics."""
+
+    log_steps: Positive = 1
+    tensorboard: bool = False
+    wandb: WandbConfig = WandbConfig()
+    plots: bool = True
+
+
+class ProfileConfig(Strict):
+    """torch's profiler on rank 0. enable: run it; start_step, end_step: steps that are recorded, end_step left out;
+    trace_dir: null = output_dir/profile; record_shapes, profile_memory, with_stack: as of torch.profiler."""
+
+    enable: bool = False
+    start_step: NotNegative = 10
+    end_step: Positive = 13
+    trace_dir: str | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+    @model_validator(mode="after")
+    def _some_steps(self) -> ProfileConfig:
+        if self.end_step <= self.start_step:
+            raise ValueError(f"end_step {self.end_step} is not after start_step {self.start_step}")
+        return self
+
+
+class MemoryConfig(Strict):
+    """When memory runs out. snapshot_on_error: write what held it to output_dir."""
+
+    snapshot_on_error: bool = True

@@ -1,0 +1,154 @@
+"""The backends that come with omniloom: for each operation its key of the configuration and, from the fastest to the
+plainest, where each implementation is and what it needs. Data only."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Needs:
+    """device: cuda, None = any; capability of the GPU, both ends included; packages: modules that can be imported;
+    dtypes: torch's names, empty = any floating one."""
+
+    device: str | None = None
+    min_capability: tuple[int, int] | None = None
+    max_capability: tuple[int, int] | None = None
+    packages: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation. target: "module:function"; rank: `auto` takes the lowest that is available."""
+
+    name: str
+    target: str
+    rank: int
+    needs: Needs = Needs()
+
+    @property
+    def module(self) -> str:
+        """The module of the target."""
+        return self.target.partition(":")[0]
+
+    def load(self) -> Callable[..., Any]:
+        """Imports the function and what it needs. ConfigError: a package that is there and does not load."""
+        module, _, function = self.target.partition(":")
+        for name in self.needs.packages:
+            try:
+                importlib.import_module(name)
+            except (ImportError, OSError, RuntimeError, AttributeError) as error:
+                raise ConfigError(f"{self.name}: the package {name} is there but does not load: {error}") from error
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return loaded
+
+
+HALF = ("bfloat16", "float16")
+ANY = Needs()
+TRITON = Needs(device="cuda", min_capability=(8, 0), packages=("triton",))
+COMPILE = Needs(device="cuda", min_capability=(7, 0), packages=("triton",))
+
+
+def _flash(package: str, low: tuple[int, int], high: tuple[int, int] | None = None) -> Needs:
+    return Needs("cuda", low, high, (package,), HALF)
+
+
+def _pointwise(op: str, module: str, triton_module: str) -> tuple[Backend, ...]:
+    return (
+        Backend("triton", f"train.ops.{triton_module}:{op}", 0, TRITON),
+        Backend("compile", f"train.ops.compiled:{op}", 10, COMPILE),
+        Backend("eager", f"train.ops.{module}:{op}", 20),
+    )
+
+
+# operation -> (key below model.ops_implementation, backends)
+BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
+    "attention": (
+        "attn_implementation",
+        (
+            Backend(
+                "flash_attention_4", "train.ops.attention_flash:flash_attention_4", 0, _flash("flash_attn.cute", (9, 0))
+            ),
+            Backend(
+                "flash_attention_3",
+                "train.ops.attention_flash:flash_attention_3",
+                10,
+                _flash("flash_attn_interface", (9, 0), (9, 9)),
+            ),
+            Backend(
+                "flash_attention_2",
+                "train.ops.attention_flash:flash_attention_2",
+                20,
+                _flash("flash_attn.flash_attn_interface", (8, 0)),
+            ),
+            Backend(
+                "torch_varlen",
+                "train.ops.attention_varlen:torch_varlen",
+                30,
+                _flash("torch.nn.attention.varlen", (8, 0)),
+            ),
+            Backend("flex_attention", "train.ops.attention_flex:flex_attention", 40, TRITON),
+            Backend("cudnn", "train.ops.attention_cudnn:cudnn", 50, _flash("torch", (8, 0))),
+            Backend("sdpa", "train.ops.attention:sdpa", 60),
+            Backend("eager", "train.ops.attention:eager", 70),
+        ),
+    ),
+    "moe_experts": (
+        "moe_implementation",
+        (
+            Backend("fused_triton", "train.ops.triton_moe:moe_experts", 0, TRITON),
+            Backend("grouped_mm", "train.ops.moe_grouped_mm:grouped_mm", 10),
+            Backend("eager", "train.ops.moe:eager", 20),
+        ),
+    ),
+    "linear_cross_entropy": (
+        "cross_entropy_loss_implementation",
+        (
+            Backend("fused_triton", "train.ops.triton_linear_cross_entropy:linear_cross_entropy", 0, TRITON),
+            Backend("chunk_loss", "train.ops.chunk_loss:chunk_loss", 10),
+            Backend("eager", "train.ops.linear_cross_entropy:eager", 20),
+        ),
+    ),
+    "rms_norm": ("rms_norm_implementation", _pointwise("rms_norm", "norm", "triton_norm")),
+    "qk_norm_rope": ("rotary_pos_emb_implementation", _pointwise("qk_norm_rope", "rope", "triton_rope")),
+    "vision_rope": ("rotary_pos_emb_vision_implementation", _pointwise("vision_rope", "rope", "triton_rope")),
+    "swiglu": ("swiglu_mlp_implementation", _pointwise("swiglu", "swiglu", "triton_swiglu")),
+    "router_statistics": (
+        "load_balancing_loss_implementation",
+        _pointwise("router_statistics", "router", "triton_router"),
+    ),
+}
+
+_LIGER = "liger_kernel's counterpart here is"
+_NPU = "NPUs are not supported"
+# key -> name that VeOmni or transformers uses -> what to write instead
+PEER_NAMES: dict[str, dict[str, str]] = {
+    "attn_implementation": {
+        "magi_attention": "the nearest is flex_attention",
+        "native-sparse": "sparse attention is not supported; the nearest is flex_attention",
+        **{
+            f"veomni_{name}_with_sp": f"write {name}: sequence parallelism is set by ulysses_size alone"
+            for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+        },
+    },
+    "moe_implementation": {
+        "fused": "write fused_triton",
+        "fused_quack": "its counterpart here is fused_triton",
+        "fused_npu": f"{_NPU}; grouped_mm runs anywhere",
+        "batched_mm": "its counterpart here is grouped_mm",
+    },
+    "cross_entropy_loss_implementation": {
+        "liger_kernel": f"{_LIGER} fused_triton, and chunk_loss without Triton",
+        "npu": f"{_NPU}; chunk_loss runs anywhere",
+    },
+    "rms_norm_implementation": {"liger_kernel": f"{_LIGER} triton", "npu": f"{_NPU}; eager runs anywhere"},
+    "rotary_pos_emb_implementation": {"liger_kernel": f"{_LIGER} triton", "npu": f"{_NPU}; eager runs anywhere"},
+    "rotary_pos_emb_vision_implementation": {"npu": f"{_NPU}; eager runs anywhere"},
+    "swiglu_mlp_implementation": {"liger_kernel": f"{_LIGER} triton"},
+}

@@ -1,0 +1,122 @@
+"""The experts of a mixture-of-experts layer as fused Triton kernels; the backend `fused_triton`.
+
+Forward: routing on the device, gate and up products with the token gather in the prologue and SwiGLU in the epilogue, the
+down product, a weighted gather-sum in float32. Backward after SonicMoE (arXiv:2512.14080): the gradient of h is never
+stored; one kernel turns it into the gradients of the pre-activations and of the routing weights. Saved are x and the
+pre-activations only. No atomics, so every run gives the same bits; no host sync, so a CUDA graph can hold it.
+
+Shapes: T rows, H hidden size, k chosen experts per row, E experts, I width of an expert, M = T * k, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from train.ops.lora_types import ExpertLora
+from train.ops.triton_moe_gemm import alignment, down_backward, gate_up_products, row_products, weight_gradient
+from train.ops.triton_moe_routing import build_routing
+from train.ops.triton_moe_rows import gather_sum, spread, weight_sums
+
+Factors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # low_a, gate_b, up_b, down_a, down_b
+
+
+def moe_experts(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
+) -> Tensor:
+    """[T, H] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), summed in float32.
+
+    x: [T, H]; expert_ids: int64 [T, k], those outside [0, E) contribute nothing; weights: float32 [T, k];
+    gate_up: [E, 2I, H], the gate's rows first; down: [E, H, I]. H and I must be multiples of 8 (4 for float32), which
+    the descriptors' strides of 16 bytes ask for. The backward pass overwrites what it saved: it runs once.
+    """
+    aligned = 16 // x.element_size()
+    if x.shape[1] % aligned or down.shape[2] % aligned:
+        raise ValueError(
+            f"moe_experts (fused_triton): hidden size {x.shape[1]} and expert width {down.shape[2]} must be multiples of "
+            f"{aligned} for {x.dtype}; use moe_implementation: grouped_mm or eager"
+        )
+    factors = _factors(lora, x.dtype) if lora is not None else (None,) * 5
+    return _Experts.apply(
+        x.contiguous(), expert_ids, weights.float().contiguous(), gate_up.contiguous(), down.contiguous(), *factors
+    )
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor | None
+    ) -> Tensor:
+        routing = build_routing(expert_ids, gate_up.shape[0], *alignment(x))
+        low_a, gate_b, up_b, down_a, down_b = factors
+        if low_a is None:
+            low = low_down = None
+            z, h = gate_up_products(x, gate_up, routing, gather=True)
+        else:
+            rows = spread(x, routing)
+            low = row_products(rows, low_a, routing, transposed=True)
+            z, h = gate_up_products(rows, gate_up, routing, False, low, gate_b, up_b)
+            del rows
+            low_down = row_products(h, down_a, routing, transposed=True)
+        y = row_products(h, down, routing, transposed=True, low=low_down, low_b=down_b)
+        ctx.routing = routing
+        ctx.save_for_backward(x, z, low, weights, gate_up, down, *factors)
+        return gather_sum(y, routing, weights, x.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, low, weights, gate_up, down, low_a, gate_b, up_b, down_a, down_b = ctx.saved_tensors
+        routing, needs = ctx.routing, ctx.needs_input_grad
+        tokens = x.shape[0]
+        dy = spread(dout.contiguous(), routing)
+        low_dy = None if low_a is None else row_products(dy, down_b, routing, transposed=False)
+        scaled, partial = down_backward(dy, down, z, weights, routing, low_dy, down_a)
+        dz = z
+        torch.autograd.graph.increment_version(
+            z
+        )  # a second backward pass would read gradients as activations: it fails
+        dweights = weight_sums(partial, routing, weights.shape) if needs[2] else None
+        ddown = weight_gradient(dy, scaled, routing) if needs[4] else None
+        ddown_a = ddown_b = dlow = dlow_a = dgate_b = dup_b = None
+        if low_a is not None:
+            low_scaled = row_products(scaled, down_a, routing, transposed=True)
+            ddown_b = weight_gradient(dy, low_scaled, routing, shared=down_b.shape[0] == 1)
+            ddown_a = weight_gradient(low_dy, scaled, routing, shared=down_a.shape[0] == 1)
+            dlow, dgate_b, dup_b = _low_backward(dz, low, gate_b, up_b, routing)
+        del dy, scaled, low_dy, partial
+        dx = None
+        if needs[0]:
+            dx = gather_sum(row_products(dz, gate_up, routing, False, dlow, low_a), routing, None, tokens)
+        dgate_up = None
+        if needs[3] or low_a is not None:
+            rows = spread(x, routing)
+            dgate_up = weight_gradient(dz, rows, routing) if needs[3] else None
+            if low_a is not None:
+                dlow_a = weight_gradient(dlow, rows, routing, shared=low_a.shape[0] == 1)
+        return dx, None, dweights, dgate_up, ddown, dlow_a, dgate_b, dup_b, ddown_a, ddown_b
+
+
+def _low_backward(dz: Tensor, low: Tensor, gate_b: Tensor, up_b: Tensor, routing: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(dlow [M, 2R], dgate_b, dup_b [E or 1, I, R]) of z = ... + [low_gate @ gate_b.T | low_up @ up_b.T]."""
+    width, rank = gate_b.shape[1:]
+    halves = ((dz[:, :width], low[:, :rank], gate_b), (dz[:, width:], low[:, rank:], up_b))
+    dlow = torch.cat([row_products(part, b, routing, transposed=False) for part, _, b in halves], dim=1)
+    dgate_b, dup_b = (weight_gradient(part, half, routing, shared=b.shape[0] == 1) for part, half, b in halves)
+    return dlow, dgate_b, dup_b
+
+
+def _factors(lora: ExpertLora, dtype: torch.dtype) -> Factors:
+    """Padded to a rank that the kernels take, the scale in the second factors; autograd leads through to the originals."""
+    rank = lora.gate_a.shape[1]
+    extra = max(16, triton.next_power_of_2(rank)) - rank
+    gate_a, up_a, down_a = (F.pad(a.to(dtype), (0, 0, 0, extra)) for a in (lora.gate_a, lora.up_a, lora.down_a))
+    gate_b, up_b, down_b = (
+        F.pad((b * lora.scale).to(dtype), (0, extra)).contiguous() for b in (lora.gate_b, lora.up_b, lora.down_b)
+    )
+    return torch.cat((gate_a, up_a), dim=1), gate_b, up_b, down_a.contiguous(), down_b

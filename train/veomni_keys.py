@@ -1,0 +1,104 @@
+"""Keys of VeOmni's configuration that are not ours, each with what takes its place.
+
+Keys that mean the same have the same name and do not stand here. The strict loader shows these lines beside an unknown
+key, and docs/veomni.md shows them as a table. `use` names our key; without one the line says why there is none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Instead(NamedTuple):
+    """use: our key, None where there is none; why: the difference, one line."""
+
+    use: str | None
+    why: str
+
+    def __str__(self) -> str:
+        return f"use {self.use} ({self.why})" if self.use else self.why
+
+
+_LIST = "data.sources"
+_ONLY_PLAN = "the plan packs ahead of the training"
+_NOT_HERE = "not supported"
+_NPU = "not supported: GPUs and CPUs only"
+
+VEOMNI_KEYS: dict[str, Instead] = {
+    "model.tokenizer_path": Instead("data.processor_path", "one folder with tokenizer and preprocessor files"),
+    "model.safetensor_idx_path": Instead(None, "not needed: an export has the shards of its base checkpoint"),
+    "model.encoders": Instead(None, "not needed: towers come with the model's family"),
+    "model.foundation": Instead(None, "not needed: the family comes from config.json"),
+    "model.encoder_data_balance": Instead(None, "always on: media of a sequence are dealt to its ranks by cost"),
+    "model.encoder_data_balance_sorting_algo": Instead(None, "not needed: media are always dealt by cost"),
+    "model.attn_implementation": Instead("model.ops_implementation.attn_implementation", "all choices stand together"),
+    "model.moe_implementation": Instead("model.ops_implementation.moe_implementation", "all choices stand together"),
+    "model.ops_implementation.rms_norm_gated_implementation": Instead(None, "of models that are not among ours"),
+    "model.ops_implementation.causal_conv1d_implementation": Instead(None, "of models that are not among ours"),
+    "model.ops_implementation.chunk_gated_delta_rule_implementation": Instead(None, "of models that are not ours"),
+    "model.ops_implementation.dsa_indexer_implementation": Instead(None, "of models that are not among ours"),
+    "model.ops_implementation.dsa_attention_implementation": Instead(None, "of models that are not among ours"),
+    "model.ops_implementation.mhc_implementation": Instead(None, "of models that are not among ours"),
+    "data.train_path": Instead(_LIST, "a list of {path, name, weight}"),
+    "data.eval_path": Instead("train.evaluation.sources", "a list of {path, name}"),
+    "data.train_size": Instead("train.max_steps", "the plan knows how many steps an epoch has"),
+    "data.train_sample": Instead("train.max_steps", "the plan knows how many steps an epoch has"),
+    "data.data_type": Instead("data.sources", "source_name of a source names its preprocessor"),
+    "data.datasets_type": Instead(None, "not needed: a packed dataset, JSONL or Parquet is told by its path"),
+    "data.multisource_datasets_type": Instead("data.sources", "weight of each source"),
+    "data.source_name": Instead("data.sources", "source_name of each text source"),
+    "data.dyn_bsz_buffer_size": Instead("data.window_rows", f"rows that are packed together; {_ONLY_PLAN}"),
+    "data.text_keys": Instead("data.sources", "a preprocessor (source_name) reads the row"),
+    "data.chat_template": Instead(None, "not needed: Qwen's layout, by construction, with labels"),
+    "data.silent_exception": Instead("data.dead_samples", "fail, or mask to go on without the sample"),
+    "data.dataloader.type": Instead(None, "not needed: there is one loader"),
+    "data.dataloader.worker_num_threads": Instead(None, "not needed: workers have one thread each"),
+    "data.dataloader.persistent_workers": Instead(None, "not needed: workers live as long as the training"),
+    "data.dataloader.in_order": Instead(None, "not needed: batches are always in order"),
+    "data.dataloader.drop_last": Instead(None, "not needed: the plan makes whole steps"),
+    "data.dataloader.use_background_prefetcher": Instead("data.dataloader.device_prefetch", "always on; how far ahead"),
+    "train.dyn_bsz": Instead(None, "always on: sequences are packed up to data.max_seq_len"),
+    "train.dyn_bsz_runtime": Instead(None, f"not needed: {_ONLY_PLAN}"),
+    "train.dyn_bsz_count_mode": Instead(None, f"not needed: {_ONLY_PLAN}"),
+    "train.dyn_bsz_physical_overflow_ratio": Instead(None, "not needed: a sequence never exceeds data.max_seq_len"),
+    "train.pad_to_length": Instead("train.pad_multiple", "sequences are padded to a multiple of so many tokens"),
+    "train.bsz_warmup_ratio": Instead(None, f"{_NOT_HERE}: every step has train.global_batch_size sequences"),
+    "train.bsz_warmup_init_mbtoken": Instead(None, f"{_NOT_HERE}: every step has train.global_batch_size sequences"),
+    "train.chunk_mbs_config": Instead("train.gradient_checkpointing.enable", "saves memory in another way"),
+    "train.broadcast_model_weights_from_rank0": Instead(None, "not needed: each rank reads its own slices"),
+    "train.ep_sharded_stream_load": Instead(None, "always on: each rank reads its own slices"),
+    "train.enable_full_determinism": Instead("train.deterministic", "another name"),
+    "train.enable_batch_invariant_mode": Instead("train.deterministic", "the nearest: equal results at every run"),
+    "train.sync_each_train_step": Instead("train.logging.log_steps", "the only steps that wait for the device"),
+    "train.empty_cache_steps": Instead(None, "not needed: memory is not fragmented by our own buffers"),
+    "train.gc_steps": Instead(None, "not needed: a micro-batch is released after its backward pass"),
+    "train.eval_steps": Instead("train.evaluation.steps", "another name"),
+    "train.eval_epochs": Instead("train.evaluation.steps", "counted in steps"),
+    "train.channel_loss": Instead(None, "always on: the loss of each source is logged"),
+    "train.wandb": Instead("train.logging.wandb", "another name"),
+    "train.optimizer.muon_expert_zero_comm": Instead(None, "not needed: whole experts are never communicated"),
+    "train.optimizer.muon_gram_ns_reset_iterations": Instead(None, "not needed: there is one Newton-Schulz form"),
+    "train.optimizer.muon_ns_implementation": Instead(None, "not needed: there is one Newton-Schulz form"),
+    "train.accelerator.tp_size": Instead("train.accelerator.ulysses_size", "tensor parallelism is not supported"),
+    "train.accelerator.pp_size": Instead(None, f"{_NOT_HERE}: FSDP shards the layers"),
+    "train.accelerator.cp_size": Instead("train.accelerator.ulysses_size", "context parallelism is Ulysses'"),
+    "train.accelerator.ep_outside": Instead(None, "not needed: experts always lie inside the data-parallel ranks"),
+    "train.accelerator.enable_async": Instead(
+        None, "not needed: communication overlaps where that was measured to pay"
+    ),
+    "train.accelerator.extra_parallel_sizes": Instead("train.accelerator.ep_size", "expert parallelism is the one"),
+    "train.accelerator.extra_parallel_names": Instead("train.accelerator.ep_size", "expert parallelism is the one"),
+    "train.accelerator.fsdp_config.max_load_broadcast_size": Instead(None, "not needed: each rank reads its slices"),
+    "train.accelerator.fsdp_config.mixed_precision.output_dtype": Instead(None, "not needed: losses are float32"),
+    "train.accelerator.fsdp_config.mixed_precision.cast_forward_inputs": Instead(None, "not needed: models cast"),
+    "train.accelerator.offload_config": Instead("train.gradient_checkpointing.enable", "saves memory in another way"),
+    "train.gradient_checkpointing.debug": Instead(None, f"{_NOT_HERE}: torch's own debug switch does it"),
+    "train.gradient_checkpointing.enable_reentrant": Instead(None, "never: it breaks hooks and unused inputs"),
+    "train.gradient_checkpointing.early_stop": Instead(None, "always on"),
+    "train.torch_compile": Instead("model.ops_implementation", "`compile` is a choice of each operation"),
+    "train.checkpoint.manager": Instead(None, "not needed: torch's distributed checkpoint is the one"),
+    "train.checkpoint.dcp_save_to_lowest_rank": Instead(None, "not needed: replicas share the work of saving"),
+    "train.checkpoint.hf_save_epochs": Instead("train.checkpoint.hf_save_steps", "counted in steps"),
+    "train.profile.with_modules": Instead("train.profile.with_stack", "shows the modules, too"),
+    "train.profile.rank0_only": Instead(None, "always: rank 0 is profiled"),
+}
