@@ -1,0 +1,76 @@
+"""A batch on the device -> what a model takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train.data.batch import Batch, MediaFeatures
+from train.data.device import make_features
+from train.data.processor import ProcessorAssets
+from train.models.inputs import ModelInputs
+from train.ops.segments import Segments
+
+
+def model_inputs(
+    batch: Batch,
+    assets: ProcessorAssets | None = None,
+    *,
+    loss_scale: Tensor | None = None,
+    aux_scale: float = 1.0,
+    dummy_towers: bool = False,
+) -> ModelInputs:
+    """The inputs of one micro-batch, on the device where the batch is; nothing waits for the device.
+
+    assets: makes the features of a batch that has none yet; loss_scale, aux_scale: see `ModelInputs`; dummy_towers: the
+    towers of the model run on a dummy unit where this rank has no media.
+    """
+    features = batch.features
+    if features is None:
+        if assets is None:
+            raise ValueError("a batch without features, and no assets to make them")
+        features = make_features(batch, assets)
+    rows = batch.ids.shape[1]
+    return ModelInputs(
+        ids=batch.ids[0],
+        position_ids=batch.position_ids[:, 0],
+        segments=batch_segments(batch),
+        num_valid=min(max(batch.length - batch.num_pad - batch.route.sp_rank * rows, 0), rows),
+        labels=batch.labels[0],
+        loss_scale=loss_scale,
+        aux_scale=aux_scale,
+        patches=features.patches,
+        grids=features.grids,
+        mel=features.mel,
+        mel_lengths=features.mel_lengths,
+        vision_rows=_rows(batch, batch.route.vision.recv_rows),
+        audio_rows=_rows(batch, batch.route.audio.recv_rows),
+        **_dummies(features, dummy_towers),
+    )
+
+
+def batch_segments(batch: Batch) -> Segments:
+    """The samples of the full sequence and the pad tail, without asking the device."""
+    lengths = (*batch.sample_tokens.tolist(), batch.num_pad)
+    kept = tuple(length for length in lengths if length)
+    if len(kept) + 1 != len(batch.cu_seqlens):  # a sample without a token
+        return Segments.from_lengths(kept, batch.cu_seqlens.device)
+    return Segments(batch.cu_seqlens, kept, batch.max_seqlen)
+
+
+def _rows(batch: Batch, rows: np.ndarray) -> Tensor | None:
+    """Under sequence parallelism the route's exchange fills the rows, not the model."""
+    if batch.route.sp_size > 1:
+        return None
+    found = torch.from_numpy(rows)
+    if batch.ids.is_cuda:
+        found = found.pin_memory()  # a copy from pageable memory would wait for the device
+    return found.to(batch.ids.device, non_blocking=True)
+
+
+def _dummies(features: MediaFeatures, wanted: bool) -> dict[str, bool]:
+    return {
+        "dummy_vision": wanted and not features.grids,
+        "dummy_audio": wanted and not features.mel_lengths,
+    }

@@ -1,0 +1,1 @@
+"""The models: pure torch, hub parameter names, no distributed code."""

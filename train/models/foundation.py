@@ -1,0 +1,120 @@
+"""What all models share: embed -> encode -> merge -> decode, and the loss, computed inside forward.
+
+A model does not know whether it is parallel. `merge`, `reduce_router`, `cross_entropy` and the plain attributes of its
+modules (`Attention.attention`, `Experts.compute`) are what parallel code and the loss replace from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train.models.inputs import IGNORE, MediaEmbeddings, ModelInputs, ModelOutput, RouterStats
+from train.models.moe import load_balancing_loss
+from train.models.text import TextModel
+from train.ops.linear_cross_entropy import CrossEntropy
+from train.ops.registry import Ops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Merged = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
+
+
+class FoundationModel(nn.Module):
+    """A text model with a head, and in subclasses towers.
+
+    merge(hidden, media, inputs) -> (hidden, deepstack rows, deepstack features); reduce_router(counts, prob_sums,
+    tokens) -> the same three, summed over whoever shares the auxiliary loss; cross_entropy: the bound op, of its
+    signature.
+    """
+
+    def __init__(self, config: PreTrainedConfig, text_config: PreTrainedConfig, ops: Ops, *, tied: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.initializer_range: float = getattr(config, "initializer_range", text_config.initializer_range)
+        self.aux_loss_coef: float = getattr(text_config, "router_aux_loss_coef", 0.0)
+        # a tied head has no parameter of its own: two names of one would part when a model leaves the meta device
+        self.lm_head = None if tied else nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
+        self.merge: Callable[[Tensor, MediaEmbeddings, ModelInputs], Merged] = merge_media
+        self.reduce_router: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _unreduced
+        self.cross_entropy: Callable[..., CrossEntropy] = ops.linear_cross_entropy
+
+    @property
+    def text(self) -> TextModel:
+        """The text model, wherever the family has it."""
+        raise NotImplementedError
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H]."""
+        return self.text.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def embed(self, inputs: ModelInputs) -> Tensor:
+        """[S, H] of the ids."""
+        rows: Tensor = self.text.embed_tokens(inputs.ids)
+        return rows
+
+    def encode(self, inputs: ModelInputs) -> MediaEmbeddings:
+        """What the towers make of this rank's media."""
+        return MediaEmbeddings()
+
+    def decode(
+        self,
+        hidden: Tensor,
+        inputs: ModelInputs,
+        deepstack_rows: Tensor | None = None,
+        deepstack: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, RouterStats | None]:
+        """(rows [S, H] after the last norm, statistics of the routers) of embedded rows."""
+        found: tuple[Tensor, RouterStats | None] = self.text(
+            hidden, inputs.position_ids, inputs.segments, inputs.num_valid, deepstack_rows, deepstack
+        )
+        return found
+
+    def forward(self, inputs: ModelInputs, *, logits: bool = False) -> ModelOutput:
+        """The loss of labelled inputs; logits [S, V] too when asked for, whole in memory."""
+        media = self.encode(inputs)
+        hidden, rows, deepstack = self.merge(self.embed(inputs), media, inputs)
+        if media.zero is not None:
+            hidden = hidden + media.zero.to(hidden.dtype)
+        hidden, stats = self.decode(hidden, inputs, rows, deepstack)
+        output = self._losses(hidden, inputs, stats)
+        return output._replace(logits=F.linear(hidden, self.head_weight)) if logits else output
+
+    def _losses(self, hidden: Tensor, inputs: ModelInputs, stats: RouterStats | None) -> ModelOutput:
+        counts = None if stats is None else stats.counts
+        if inputs.labels is None:
+            return ModelOutput(expert_counts=counts)
+        scale = inputs.loss_scale
+        if scale is None:
+            scale = (inputs.labels != IGNORE).sum().clamp(min=1).float().reciprocal()
+        found = self.cross_entropy(hidden, self.head_weight, inputs.labels, scale=scale)
+        if stats is None:
+            return ModelOutput(found.loss, found.loss, None, found.token_loss)
+        aux = load_balancing_loss(RouterStats(*self.reduce_router(stats.counts, stats.prob_sums, stats.tokens)))
+        loss = found.loss + self.aux_loss_coef * inputs.aux_scale * aux
+        return ModelOutput(loss, found.loss, aux, found.token_loss, counts)
+
+
+def merge_media(hidden: Tensor, media: MediaEmbeddings, inputs: ModelInputs) -> Merged:
+    """Puts the embeddings where their placeholders stand; (hidden, rows of vision, deepstack features)."""
+    if media.vision is not None:
+        hidden = _fill(hidden, media.vision, inputs.vision_rows, "vision")
+    if media.audio is not None:
+        hidden = _fill(hidden, media.audio, inputs.audio_rows, "audio")
+    return hidden, inputs.vision_rows if media.deepstack else None, media.deepstack
+
+
+def _fill(hidden: Tensor, values: Tensor, rows: Tensor | None, kind: str) -> Tensor:
+    count = 0 if rows is None else len(rows)
+    if rows is None or count != len(values):
+        raise ValueError(f"{kind}_rows names {count} rows for {len(values)} embeddings of the {kind} tower")
+    return hidden.index_copy(0, rows, values.to(hidden.dtype))
+
+
+def _unreduced(counts: Tensor, prob_sums: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return counts, prob_sums, tokens

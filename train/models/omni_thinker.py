@@ -1,0 +1,41 @@
+"""The thinker of Qwen3-Omni: text with experts, pictures and sound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from train.models.audio import AudioTower
+from train.models.foundation import FoundationModel
+from train.models.inputs import MediaEmbeddings, ModelInputs
+from train.models.text import TextModel
+from train.models.vision import OmniVisionTower
+from train.models.vl import encode_vision, zero_of
+from train.ops.registry import Ops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class OmniThinker(FoundationModel):
+    """`Qwen3OmniMoeThinkerForConditionalGeneration`: parameters `audio_tower.*`, `visual.*`, `model.*` and, unless
+    tied, `lm_head`: the hub's names without `thinker.`."""
+
+    def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
+        super().__init__(config, config.text_config, ops, tied=config.tie_word_embeddings)
+        self.audio_tower = AudioTower(config.audio_config, ops)
+        self.visual = OmniVisionTower(config.vision_config, ops)
+        self.model = TextModel(config.text_config, ops, multimodal=True)
+
+    @property
+    def text(self) -> TextModel:
+        return self.model
+
+    def encode(self, inputs: ModelInputs) -> MediaEmbeddings:
+        found = encode_vision(self.visual, inputs)
+        if inputs.mel_lengths and inputs.mel is not None:
+            return replace(found, audio=self.audio_tower(inputs.mel, inputs.mel_lengths))
+        if not inputs.dummy_audio:
+            return found
+        zero = zero_of(self.audio_tower(*self.audio_tower.dummy()))
+        return replace(found, zero=zero if found.zero is None else found.zero + zero)
