@@ -8,7 +8,6 @@ has A [r, in] and B [out, r].
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import threading
@@ -20,26 +19,15 @@ from typing import Any
 
 import torch
 
+from convert.adapter_config import read_adapter_config
 from convert.safetensors_io import SafetensorsReader
 from convert.tensors import Box, TensorInfo
-from schemas.errors import ConfigError, IncompleteSourceError, SchemaError, UnsupportedError
+from schemas.errors import IncompleteSourceError, UnsupportedError
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 ROOT = "base_model.model."
 CACHED = 16  # factors in memory at a time
 _KEY = re.compile(r"base_model\.model\.(.+?)((?:\.base_layer)*)\.lora_(embedding_)?([AB])(?:\.weight|\.default)?")
-# switch of adapter_config.json -> the values under which a merge is the plain sum
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "bias": ("none", None),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "use_bdlora": (None, False),
-}
 
 
 @dataclass(frozen=True)
@@ -107,6 +95,8 @@ class Adapter:
 
     def _sort_in(self, key: str) -> None:
         """Notes what one tensor of the file is for."""
+        if not self.reader.tensors[key].dtype.is_floating_point:
+            raise UnsupportedError(f"{self._where}: {key} is {self.reader.tensors[key]}, which is no weight")
         match = _KEY.fullmatch(key)
         if match is None:
             parameter = key.removeprefix(ROOT).removeprefix(self._root).replace(".base_layer.", ".")
@@ -125,7 +115,9 @@ class Adapter:
         module = match[1].removeprefix(self._root)
         parameter, product = self._product(module, key, b, bool(match[3]))
         if parameter in self.deltas:
-            raise SchemaError(f"{self._where}: {parameter} is changed both by {self.deltas[parameter].a} and by {key}")
+            raise UnsupportedError(
+                f"{self._where}: {parameter} is changed both by {self.deltas[parameter].a} and by {key}"
+            )
         self.deltas[parameter] = product
 
     def _product(self, module: str, a: str, b: str, embedding: bool) -> tuple[str, LowRank]:
@@ -138,10 +130,13 @@ class Adapter:
         if weight is not None:
             expected = (size_in, size_out) if embedding else (size_out, size_in)
             if weight.shape != expected or r_a != r_b:
-                raise SchemaError(
+                raise UnsupportedError(
                     f"{self._where}: {a} {list(shapes[0])} and its B {list(shapes[1])} do not fit {module}.weight "
                     f"{list(weight.shape)} of the base"
                 )
+            rank = self._setting("rank_pattern", "r", module)
+            if r_a != rank:
+                raise UnsupportedError(f"{self._where}: {a} {list(shapes[0])} has rank {r_a}, its settings say {rank}")
             kind = "embedding" if embedding else "dense"
             return f"{module}.weight", LowRank(a, b, self._scale(module, r_a), r_a, kind)
         candidates = [
@@ -152,7 +147,7 @@ class Adapter:
         ]
         if len(candidates) != 1:
             said = "could be " + " or ".join(f"{n} ({k})" for n, k in candidates) if candidates else "fits nothing"
-            raise SchemaError(f"{self._where}: {a} {list(shapes[0])} with B {list(shapes[1])} {said} in the base")
+            raise UnsupportedError(f"{self._where}: {a} {list(shapes[0])} with B {list(shapes[1])} {said} in the base")
         name, kind = candidates[0]
         rank = r_a if kind == "shared" else r_a // self._parameters[name].shape[0]
         return name, LowRank(a, b, self._scale(name, rank), rank, kind)
@@ -187,25 +182,7 @@ class Adapter:
 
     def _check_shape(self, key: str, shape: tuple[int, ...]) -> None:
         if self.reader.tensors[key].shape != shape:
-            raise SchemaError(f"{self._where}: {key} is {self.reader.tensors[key]}, the base has {list(shape)}")
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. UnsupportedError for adapters whose merge is more than a sum of low-rank products."""
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file; {folder} is no PEFT adapter") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: is not valid JSON: {error}") from error
-    for key in ("peft_type", "r", "lora_alpha"):
-        if not isinstance(config, dict) or config.get(key) is None:
-            raise ConfigError(f"{path}: {key}: missing")
-    for key, allowed in _PLAIN.items():
-        if config.get(key) not in allowed:
-            raise UnsupportedError(f"{path}: {key} is {config.get(key)!r}; only plain LoRA can be merged")
-    return config
+            raise UnsupportedError(f"{self._where}: {key} is {self.reader.tensors[key]}, the base has {list(shape)}")
 
 
 def adapter_reader(folder: Path) -> SafetensorsReader:

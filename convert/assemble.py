@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from convert.config_dtype import main_dtype, restated
 from convert.engine import Resolution, resolve
 from convert.families import Model, expected, expert_form, model_of, read_config, text_section
+from convert.fill import slabs
 from convert.geometry import Geometry
 from convert.job import Conversion
 from convert.ledger import Recipe, check_ledger, recipes
 from convert.model_config import carried_files
 from convert.patterns import Pattern
+from convert.pieces import Assembly, usage
 from convert.rules import Copy, Rule
 from convert.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
-from convert.tensors import TensorReader, dtype_of
-from schemas.errors import ConfigError
+from convert.tensors import TensorInfo, TensorReader, dtype_of
+from schemas.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -63,27 +66,74 @@ def open_base(folder: Path) -> Base:
 
 def into(origin: Origin, rules: Sequence[Rule], base: Base, override: torch.dtype | None = None) -> Conversion:
     """A conversion into the family of a base: into its files, or into new ones when it has no weights; these get the
-    dtype that its config.json states."""
+    dtype that its config.json states. A head that is tied to the embedding is written where the base stores it."""
+    resolution = resolve(rules, origin.reader.tensors, origin.geometry)
+    tie_head(origin, base.model, resolution)
     if base.reader is not None:
-        return into_base(origin, rules, base.reader, override)
+        return _into_base(origin, resolution, rules, base, base.reader, override)
     wanted = expected(base.model, base.experts)
     dtype = stated_dtype(base)
-    config = (base.folder / "config.json").read_bytes()
+    check_ledger(resolution, origin.reader.tensors, wanted)
+    made = tuple(recipes(resolution, origin.reader.tensors, dict.fromkeys(wanted, dtype) if dtype else {}, override))
+    return _conversion(origin, resolution, made, base_files(base, {recipe.target: recipe.info for recipe in made}))
 
-    def files(made: Sequence[Recipe]) -> dict[str, bytes]:
-        return {**carried_files(base.folder), "config.json": config}
 
-    return into_new(origin, rules, wanted, files, dict.fromkeys(wanted, dtype) if dtype else None, override)
+def tie_head(origin: Origin, model: Model, resolution: Resolution) -> None:
+    """Of a model whose head is its embedding: a head that the files have and the source lacks is the embedding once
+    more; one that the source has and the files lack is dropped, if it equals the embedding.
+
+    UnsupportedError when it does not: then the model is not tied.
+    """
+    head, embedding = f"{model.family.head}lm_head.weight", f"{model.family.text}embed_tokens.weight"
+    if not model.tied or embedding not in resolution.made:
+        return
+    if model.stored and head not in resolution.made:
+        resolution.made[head] = resolution.made[embedding]
+        resolution.repeated.add(head)
+    elif not model.stored and head in resolution.made:
+        _check_equal(origin, head, resolution.made[head], resolution.made[embedding])
+        for source in usage(resolution.made.pop(head).pieces):
+            resolution.dropped[source] = "tied to the embedding, which it equals"
+            resolution.sliced.pop(source, None)
+
+
+def _check_equal(origin: Origin, name: str, one: Assembly, other: Assembly) -> None:
+    """Reads both, slab by slab."""
+    recipe, twin = (Recipe(name, TensorInfo(it.shape, torch.float32), it.pieces) for it in (one, other))
+    same = one.shape == other.shape and all(
+        torch.equal(a, b) for a, b in zip(slabs(recipe, origin.reader), slabs(twin, origin.reader), strict=True)
+    )
+    if not same:
+        raise UnsupportedError(
+            f"config.json ties {name} to the embedding, but the source has another one of its own; "
+            "set tie_word_embeddings to false in config.json and give a base that stores the head"
+        )
+
+
+def base_files(base: Base, written: Mapping[str, TensorInfo]) -> dict[str, bytes]:
+    """The small files of an output in the family of a base. written: its tensors."""
+    return {**carried_files(base.folder), "config.json": restated(base.folder, base.model, written)}
 
 
 def stated_dtype(base: Base) -> torch.dtype | None:
     """`dtype` (or `torch_dtype`, its earlier name) of a config.json, at its top or in its text section."""
+    where = base.folder / "config.json"
     places = [base.model.config, text_section(base.model, base.folder).values]
     for values in places:
         for key in ("dtype", "torch_dtype"):
-            if values.get(key) is not None:
-                return dtype_of(str(values[key]))
+            stated = values.get(key)
+            if stated is not None and not isinstance(stated, str):
+                raise ConfigError(f"{where}: {key} is {ascii(stated)[:60]}; it must be the name of a dtype")
+            if stated is not None:
+                return _dtype_of(stated, f"{where}: {key}")
     return None
+
+
+def _dtype_of(name: str, where: str) -> torch.dtype:
+    try:
+        return dtype_of(name)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def into_new(
@@ -91,29 +141,34 @@ def into_new(
     rules: Sequence[Rule],
     wanted: Mapping[str, tuple[int, ...]],
     files: Callable[[Sequence[Recipe]], Mapping[str, bytes]],
-    dtypes: Mapping[str, torch.dtype] | None = None,
     override: torch.dtype | None = None,
+    whole_numbers: Collection[str] = (),
 ) -> Conversion:
-    """A conversion into new files. wanted: name -> shape of every tensor; files: the small files, once the recipes are
-    known; dtypes: of the targets, by default those of their sources; override: of all floating point targets."""
+    """A conversion into new files, in the dtypes of the sources. wanted: name -> shape of every tensor; files: the
+    small files, once the recipes are known; override: the dtype of all floating point targets; whole_numbers: targets
+    that may be integers."""
     resolution = resolve(rules, origin.reader.tensors, origin.geometry)
     check_ledger(resolution, origin.reader.tensors, wanted)
-    made = tuple(recipes(resolution, origin.reader.tensors, dtypes or {}, override))
+    made = tuple(recipes(resolution, origin.reader.tensors, {}, override, whole_numbers))
     return _conversion(origin, resolution, made, files(made))
 
 
-def into_base(
-    origin: Origin, rules: Sequence[Rule], base: SafetensorsReader, override: torch.dtype | None = None
+def _into_base(
+    origin: Origin,
+    resolution: Resolution,
+    rules: Sequence[Rule],
+    base: Base,
+    reader: SafetensorsReader,
+    override: torch.dtype | None,
 ) -> Conversion:
     """A conversion into the files of a base: its names, its dtypes; what `Copy` rules name stays the base's."""
-    resolution = resolve(rules, origin.reader.tensors, origin.geometry)
-    copies = copied_names(rules, base, resolution)
-    wanted = {name: info for name, info in base.tensors.items() if name not in copies}
+    copies = copied_names(rules, reader, resolution)
+    wanted = {name: info for name, info in reader.tensors.items() if name not in copies}
     check_ledger(resolution, origin.reader.tensors, {name: info.shape for name, info in wanted.items()})
     dtypes = {name: info.dtype for name, info in wanted.items()}
     made = tuple(recipes(resolution, origin.reader.tensors, dtypes, override))
-    files = {**carried_files(base.folder), "config.json": (base.folder / "config.json").read_bytes()}
-    return _conversion(origin, resolution, made, files, base, copies)
+    written = {**reader.tensors, **{recipe.target: recipe.info for recipe in made}}
+    return _conversion(origin, resolution, made, base_files(base, written), reader, copies)
 
 
 def copied_names(rules: Sequence[Rule], base: SafetensorsReader, resolution: Resolution) -> dict[str, str]:
@@ -127,9 +182,9 @@ def copied_names(rules: Sequence[Rule], base: SafetensorsReader, resolution: Res
     return copies
 
 
-def embedding_dtype(made: Sequence[Recipe]) -> torch.dtype:
-    """The dtype that config.json states: that of the token embedding."""
-    return next(recipe.info.dtype for recipe in made if recipe.target.endswith("embed_tokens.weight"))
+def stated_by(made: Sequence[Recipe]) -> torch.dtype:
+    """The dtype that config.json states: that of most of the weights."""
+    return main_dtype({recipe.target: recipe.info for recipe in made}) or torch.float32
 
 
 def _conversion(

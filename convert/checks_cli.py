@@ -16,6 +16,7 @@ from convert.inspection import Inspection, inspect_source
 from convert.output import write_atomic
 from convert.progress import Meter, gigabytes, shown
 from convert.safetensors_io import SafetensorsReader
+from convert.system_errors import stated
 from convert.tensors import dtype_name
 from convert.verify import Verification, verify
 from convert.verify_logits import compare_logits
@@ -31,7 +32,8 @@ def inspect_command(
     every: Annotated[bool, typer.Option("--all", help="A line for every tensor, not for every kind.")] = False,
 ) -> None:
     """What a checkpoint is: kind, family, variant, tensors, and what a conversion would skip. Reads no tensor."""
-    found = inspect_source(source)
+    with stated():
+        found = inspect_source(source)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=1, ensure_ascii=False))
         return
@@ -54,10 +56,12 @@ def verify_command(
     """Read a converted model again: names, shapes, dtypes, NaN, hashes, and cosine per tensor and head group."""
     if logits and against is None:
         raise ConfigError("--logits needs --against: the model whose logits the output's are compared with")
-    result = run_verification(output, against, logits, workers)
+    with stated():
+        result = run_verification(output, against, logits, workers)
     content = json.dumps(result.as_json(), indent=1, ensure_ascii=False)
     if report is not None:
-        write_atomic(report, (content + "\n").encode())
+        with stated():
+            write_atomic(report, (content + "\n").encode())
     if as_json:
         typer.echo(content)
     else:

@@ -24,12 +24,13 @@ from convert.directions import (
     relayout_conversion,
     vl_to_omni_conversion,
 )
-from convert.job import Conversion, Options, bytes_to_read, casts, memory_needed, output_of, run
+from convert.job import Conversion, Options, bytes_to_read, casts, check_output, memory_needed, output_of, run
 from convert.lora import merge_lora_conversion
 from convert.megatron_to_hf import megatron_to_hf_conversion
 from convert.output import finished_files
 from convert.progress import Meter, gigabytes, shown, stoppable
 from convert.shards import SHARD_BYTES
+from convert.system_errors import stated
 from convert.tensors import dtype_of
 from convert.trainer import dcp_to_hf_conversion, hf_to_dcp_conversion
 from convert.verify import verify_conversion
@@ -238,13 +239,15 @@ def _convert(build: Callable[[], Conversion], output: Path, options: Options, dr
     began = time.monotonic()
     verifier = partial(verify_conversion, workers=options.workers) if verify else None
     meter = Meter()
-    with stoppable(), shown(meter):
+    done = False
+    with stated(), stoppable(), shown(meter):
         conversion = build()
+        done = dry_run and check_output(conversion, output, options)
         result = None if dry_run else run(conversion, output, options, meter.add, verifier, meter.begin)
-    if result is None:
+    if result is None and not done:
         typer.echo("\n".join(plan_lines(conversion, output, options)))
         return
-    if result.done_before:
+    if result is None or result.done_before:
         typer.echo(f"{output}: finished by an earlier run; nothing to do")
         return
     for warning in (result.verified or {}).get("warnings", ()):

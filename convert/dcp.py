@@ -7,13 +7,14 @@ is no weight (optimizer state, random state, extra state of Transformer Engine) 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
+from convert.archives import Checksums
 from convert.dcp_index import Chunk, DcpIndex, Record, StoredTensor, read_index
-from convert.dcp_record import data_start, load_record
+from convert.dcp_record import Place, data_start, load_record
 from convert.open_files import OpenFiles
 from convert.tensors import Box, TensorInfo, box_shape, check_box, full_box
 from convert.tiling import BoxTree
@@ -61,7 +62,8 @@ class DcpReader:
         self._trees = {name: _tree(name, stored) for name, stored in self._stored.items()}
         self.tensors: Mapping[str, TensorInfo] = {name: stored.info for name, stored in self._stored.items()}
         self._files = OpenFiles()
-        self._starts: dict[Record, int | None] = {}  # where the data begins; None: only torch can read it
+        self._places: dict[Record, Place | None] = {}  # where the data lies; None: only torch can read it
+        self._checksums = Checksums()
 
     def __enter__(self) -> DcpReader:
         return self
@@ -109,44 +111,29 @@ class DcpReader:
         path = self.index.directory / record.file
         expected = TensorInfo(box_shape(chunk.box), target.dtype)
         what = f"{path}: the record of {name} at byte {record.offset}"
-        if record not in self._starts:
-            self._starts[record] = data_start(
+        if record not in self._places:
+            self._places[record] = data_start(
                 lambda offset, size: self._bytes(path, record.offset + offset, size), record.length, expected, what
             )
-        start = self._starts[record]
-        if start is None:
+        place = self._places[record]
+        if place is None:
             whole = load_record(self._bytes(path, record.offset, record.length), expected, what)
             target.copy_(whole[tuple(slice(low, high) for low, high in region)])
             return
         strides = [target.dtype.itemsize]
         for size in reversed(expected.shape[1:]):
             strides.insert(0, strides[0] * size)
-        self._fill(path, record.offset + start, expected.shape, tuple(strides), region, target)
+        begin = record.offset + place.start
 
-    def _fill(
-        self,
-        path: Path,
-        base: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        region: Box,
-        target: torch.Tensor,
-    ) -> None:
-        """Reads a region of a stored tensor whose first element lies at byte `base`; target: [region's shape]."""
-        if _is_one_run(region, shape) and (target.is_contiguous() or target.nbytes <= BLOCK):
-            first = base + sum(low * step for (low, _), step in zip(region, strides, strict=False))
-            straight = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
-            self._files.read_into(path, first, straight.reshape(-1).view(torch.uint8).numpy().data)
-            if straight is not target:
-                target.copy_(straight)
-            return
-        low, high = region[0]
-        if high - low == 1:
-            self._fill(path, base + low * strides[0], shape[1:], strides[1:], region[1:], target[0])
-            return
-        middle = (low + high) // 2
-        self._fill(path, base, shape, strides, ((low, middle), *region[1:]), target[: middle - low])
-        self._fill(path, base, shape, strides, ((middle, high), *region[1:]), target[middle - low :])
+        def read(offset: int, buffer: memoryview) -> None:
+            self._files.read_into(path, begin + offset, buffer)
+            known = not place.checksum or self._checksums.matches(
+                record, offset, buffer, expected.nbytes, place.checksum
+            )
+            if not known:
+                raise IncompleteSourceError(f"{what} is damaged: its bytes do not have the checksum that it states")
+
+        _fill(read, 0, expected.shape, tuple(strides), region, target)
 
     def _bytes(self, path: Path, offset: int, size: int) -> bytes:
         data = bytearray(size)
@@ -186,6 +173,32 @@ def _tree(name: str, stored: StoredTensor) -> BoxTree:
         boxes = " and ".join(str(tree.boxes[i]) for i in overlap)
         raise UnsafeInputError(f"the chunks {boxes} of {name} overlap; the index is not to be trusted")
     return tree
+
+
+def _fill(
+    read: Callable[[int, memoryview], None],
+    base: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    region: Box,
+    target: torch.Tensor,
+) -> None:
+    """Reads a region of a stored tensor, in the order of its bytes. read: fills a buffer from an offset of the tensor's
+    bytes; base: the offset of the first element; target: [region's shape]."""
+    if _is_one_run(region, shape) and (target.is_contiguous() or target.nbytes <= BLOCK):
+        first = base + sum(low * step for (low, _), step in zip(region, strides, strict=False))
+        straight = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+        read(first, straight.reshape(-1).view(torch.uint8).numpy().data)
+        if straight is not target:
+            target.copy_(straight)
+        return
+    low, high = region[0]
+    if high - low == 1:
+        _fill(read, base + low * strides[0], shape[1:], strides[1:], region[1:], target[0])
+        return
+    middle = (low + high) // 2
+    _fill(read, base, shape, strides, ((low, middle), *region[1:]), target[: middle - low])
+    _fill(read, base, shape, strides, ((middle, high), *region[1:]), target[middle - low :])
 
 
 def _is_one_run(region: Box, shape: tuple[int, ...]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +19,14 @@ from typing import Any
 
 import torch
 
+from convert.printing import printable
 from convert.restricted_pickle import is_inert, load_metadata
 from convert.tensors import Box, TensorInfo, box_shape
 from schemas.errors import ConfigError, IncompleteSourceError, UnsafeInputError, UnsupportedError
 
 METADATA_FILE = ".metadata"
+MAX_DIMENSIONS = 16
+METADATA_LIMIT = 4 << 30  # bytes; the index of 147,000 records has 46 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ def read_index(directory: Path, wanted: Callable[[str], bool] = lambda name: Tru
     path = directory / METADATA_FILE
     if not path.is_file():
         raise ConfigError(f"{directory} has no {METADATA_FILE}: not a torch distributed checkpoint")
+    if path.stat().st_size > METADATA_LIMIT:
+        raise UnsafeInputError(f"{path} has {path.stat().st_size} bytes, more than an index needs")
     data = path.read_bytes()
     with _no_collector():
         return _checked(directory, path, data, wanted)
@@ -103,7 +109,7 @@ def _checked(directory: Path, path: Path, data: bytes, wanted: Callable[[str], b
     objects: set[str] = set()
     for name, entry in entries.items():
         if not isinstance(name, str) or not name.isprintable():
-            raise UnsafeInputError(f"{path} has an entry called {name!r}, which is no name of a tensor")
+            raise UnsafeInputError(f"{path} has an entry called {_shown(name)}, which is no name of a tensor")
         if is_inert(entry, "TensorStorageMetadata") and not wanted(name):
             others.add(name)
             records.pop(name, None)
@@ -116,7 +122,9 @@ def _checked(directory: Path, path: Path, data: bytes, wanted: Callable[[str], b
             raise UnsupportedError(f"{path}: {name} is a {type(entry).__name__}, neither a tensor nor an object")
     if records:
         raise UnsafeInputError(f"{path} has records of {_names(records)}, which it does not declare")
-    return DcpIndex(directory, tensors, frozenset(others), frozenset(objects), files, _fingerprint(data, files))
+    return DcpIndex(
+        directory, tensors, frozenset(others), frozenset(objects), files, _fingerprint(directory, data, files)
+    )
 
 
 def _names(names: Iterable[str]) -> str:
@@ -125,16 +133,25 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(ordered[:3]) + more
 
 
-def _state(value: Any, path: Path) -> dict[str, Any]:
+def _shown(value: Any) -> str:
+    """A value of the pickle for a message: it may be anything, nested however deep."""
+    return ascii(value)[:200] if isinstance(value, str | int | float | bool | None) else f"a {type(value).__name__}"
+
+
+def _state(value: Any, path: Path, of: str = "") -> dict[str, Any]:
     state = getattr(value, "state", None)
     if not isinstance(state, dict):
-        raise UnsupportedError(f"{path}: a {type(value).__name__} without fields")
+        raise UnsupportedError(f"{path}: {of}a {type(value).__name__}, has no fields")
     return state
+
+
+def _transforms(value: Any) -> str:
+    return ", ".join(map(_shown, value)) if isinstance(value, list | tuple) else _shown(value)
 
 
 def _sizes(value: Any, what: str) -> tuple[int, ...]:
     """The numbers of a torch.Size."""
-    if type(value) is not torch.Size or (value and min(value) < 0):
+    if type(value) is not torch.Size or len(value) > MAX_DIMENSIONS or (value and min(value) < 0):
         raise UnsafeInputError(f"{what} is not a tuple of sizes")
     return tuple(value)
 
@@ -146,19 +163,21 @@ def _records(storage: dict[Any, Any], path: Path) -> dict[str, dict[tuple[int, .
         key, value = storage.popitem()
         index, info = _state(key, path), _state(value, path)
         name = index.get("fqn")
-        what = f"{path}: the record of {name}"
+        what = f"{path}: the record of {printable(name) if isinstance(name, str) else _shown(name)}"
         if not is_inert(key, "MetadataIndex") or not is_inert(value, "_StorageInfo") or not isinstance(name, str):
             raise UnsupportedError(f"{what} is a {type(key).__name__} -> {type(value).__name__}")
         if info.get("transform_descriptors"):
             raise UnsupportedError(
-                f"{what} went through {info['transform_descriptors']} when it was written; "
+                f"{what} went through {_transforms(info['transform_descriptors'])} when it was written; "
                 "save the checkpoint without stream transforms"
             )
         file, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
-        if not isinstance(file, str) or file in ("", ".", "..") or any(c in file for c in "/\\\0"):
-            raise UnsafeInputError(f"{what} points to {file!r}, which is not a file name in the checkpoint's folder")
-        if type(offset) is not int or type(length) is not int or offset < 0 or length <= 0:
-            raise UnsafeInputError(f"{what} has the byte range {offset!r} + {length!r}")
+        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\") or not file.isprintable():
+            raise UnsafeInputError(
+                f"{what} points to {_shown(file)}, which is not a file name in the checkpoint's folder"
+            )
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+            raise UnsafeInputError(f"{what} has the byte range {_shown(offset)} + {_shown(length)}")
         at = None if index.get("offset") is None else _sizes(index["offset"], what)
         if at in records[name]:
             raise UnsafeInputError(f"{what} at {at} stands there twice")
@@ -175,7 +194,7 @@ def _check_files(directory: Path, records: Iterable[Record]) -> dict[str, int]:
     files: dict[str, int] = {}
     for name, spans in sorted(ranges.items()):
         path = directory / name
-        if path.resolve().parent != folder:
+        if Path(os.path.realpath(path)).parent != folder:  # resolve() fails on a link to itself
             raise UnsafeInputError(f"{path} is a link that leaves the checkpoint's folder; copy the file instead")
         if not path.is_file():
             raise IncompleteSourceError(f"{path} does not exist, the index has {len(spans)} records in it")
@@ -199,8 +218,11 @@ def _tensor(
     shape = _sizes(fields.get("size"), f"the size of {name}")
     info = TensorInfo(shape, _dtype(fields.get("properties"), what))
     chunks: list[Chunk] = []
-    for chunk in fields.get("chunks") or ():
-        state = _state(chunk, path)
+    listed = fields.get("chunks") or []
+    if not isinstance(listed, list | tuple):
+        raise UnsafeInputError(f"{what} has {_shown(listed)} for its chunks")
+    for chunk in listed:
+        state = _state(chunk, path, f"a chunk of {name}, ")
         start, size = (_sizes(state.get(key), f"{key} of {name}") for key in ("offsets", "sizes"))
         box = tuple((a, a + n) for a, n in zip(start, size, strict=False))
         if not len(start) == len(size) == len(shape) or any(
@@ -234,12 +256,14 @@ def _dtype(properties: Any, what: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"{what} has no known dtype")
     if is_inert(layout, "_get_layout") and layout.args != ("torch.strided",):
-        raise UnsupportedError(f"{what} has the layout {layout.args[0]}, not torch.strided")
+        raise UnsupportedError(f"{what} has the layout {_transforms(layout.args)}, not torch.strided")
     return dtype
 
 
-def _fingerprint(metadata: bytes, files: Mapping[str, int]) -> str:
+def _fingerprint(directory: Path, metadata: bytes, files: Mapping[str, int]) -> str:
+    """Of the index, which has an id of its own in every checkpoint that torch saved, and of the files' sizes and times:
+    equal shapes give equal sizes, so without times other weights would pass for the same."""
     digest = hashlib.sha256(metadata)
     for name, size in sorted(files.items()):
-        digest.update(f"{name}\0{size}\0".encode())
+        digest.update(f"{name}\0{size}\0{(directory / name).stat().st_mtime_ns}\0".encode())
     return digest.hexdigest()

@@ -27,8 +27,11 @@ class StoredChunk:
     length: int
 
 
-def metadata_bytes(tensors: Mapping[str, TensorInfo], chunks: Mapping[str, Sequence[StoredChunk]]) -> bytes:
-    """The content of `.metadata`; the same bytes for the same arguments."""
+def metadata_bytes(
+    tensors: Mapping[str, TensorInfo], chunks: Mapping[str, Sequence[StoredChunk]], save_id: str | None = None
+) -> bytes:
+    """The content of `.metadata`; the same bytes for the same arguments. save_id: what tells this checkpoint from
+    another one of the same shapes."""
     entries: dict[str, Any] = {}
     storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, info in tensors.items():
@@ -39,5 +42,5 @@ def metadata_bytes(tensors: Mapping[str, TensorInfo], chunks: Mapping[str, Seque
         properties = dcp.TensorProperties(dtype=info.dtype)
         entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(info.shape), boxes)
     paths = {name: tuple(name.split(".", 1)) for name in entries}  # as from {"model": {parameter: tensor}}
-    content = dcp.Metadata(entries, paths, storage, dcp.StorageMeta(), CURRENT_DCP_VERSION)
+    content = dcp.Metadata(entries, paths, storage, dcp.StorageMeta(save_id=save_id), CURRENT_DCP_VERSION)
     return pickle.dumps(content, protocol=4)

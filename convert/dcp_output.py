@@ -74,7 +74,7 @@ class DcpOutput:
             for recipe in recipes
         }
         infos = {recipe.target: recipe.info for recipes in self.files.values() for recipe in recipes}
-        return {".metadata": metadata_bytes(infos, chunks)}
+        return {".metadata": metadata_bytes(infos, chunks, out.fingerprint)}
 
 
 def _write_file(

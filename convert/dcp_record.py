@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from convert.archives import DAMAGED_ARCHIVE, read_members
+from convert.printing import printable
 from convert.restricted_pickle import is_inert, load_tensor_header
 from convert.tensors import TensorInfo
 from schemas.errors import IncompleteSourceError, OmniloomError, UnsafeInputError, UnsupportedError
@@ -26,11 +28,21 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _HEAD, _TAIL = 2048, 1024  # the header members come first, the directory last: two reads find everything
 _MAX_PICKLE = 1 << 20  # bytes; the header of one tensor has about 200
 
+_MAX_DIRECTORY = 4 << 20  # bytes of the archive's directory; that of one tensor has about 500
+
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """The offset within a record of its tensor's first byte, and the CRC32 of all its bytes; 0 for none."""
+
+    start: int
+    checksum: int
 
 
 @dataclass(frozen=True)
@@ -77,11 +89,13 @@ class _Window(io.RawIOBase):
             return self._head[start:stop]
         if start >= tail:
             return self._tail[start - tail : stop - tail]
+        if stop - start > _MAX_DIRECTORY:
+            raise zipfile.BadZipFile(f"its directory would have {stop - start} bytes")
         return self._read_at(start, stop - start)
 
 
-def data_start(read_at: ReadAt, length: int, expected: TensorInfo, what: str) -> int | None:
-    """The offset within the record of the tensor's first byte; its bytes are the contiguous little-endian tensor.
+def data_start(read_at: ReadAt, length: int, expected: TensorInfo, what: str) -> Place | None:
+    """Where the tensor's bytes lie within the record: contiguous and little-endian.
 
     expected: what the index says of the tensor. None when the record is valid but stored in another way (a view with
     strides, a larger storage, other byte order, compressed), so that `load_record` must read it.
@@ -93,12 +107,12 @@ def data_start(read_at: ReadAt, length: int, expected: TensorInfo, what: str) ->
     try:
         with zipfile.ZipFile(window) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if members["data.pkl"].file_size > _MAX_PICKLE:
-                raise UnsafeInputError(f"{what} has a header of {members['data.pkl'].file_size} bytes")
-            saved = _saved_tensor(archive.read(members["data.pkl"]), what)
-            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
-    except (zipfile.BadZipFile, KeyError, OSError, EOFError, NotImplementedError, RuntimeError, struct.error) as error:
-        raise IncompleteSourceError(f"{what} is damaged: {type(error).__name__}: {error}") from error
+            small = [members["data.pkl"], *(members[name] for name in ("byteorder",) if name in members)]
+            pickled, *orders = read_members(archive, small, _MAX_PICKLE, what)
+            saved = _saved_tensor(pickled, what)
+            order = orders[0] if orders else b"little"
+    except DAMAGED_ARCHIVE as error:
+        raise IncompleteSourceError(f"{what} is damaged: {type(error).__name__}: {printable(str(error))}") from error
     if saved is None:
         return None
     _compare(saved, expected, what)
@@ -107,7 +121,7 @@ def data_start(read_at: ReadAt, length: int, expected: TensorInfo, what: str) ->
     if not plain or saved.storage_size != expected.numel or (data is not None and data.compress_type):
         return None
     if expected.numel == 0:
-        return 0
+        return Place(0, 0)
     if data is None or data.file_size != expected.nbytes or data.compress_size != expected.nbytes:
         size = "no data" if data is None else f"{data.file_size} bytes of data"
         raise IncompleteSourceError(f"{what} has {size}, the index says {expected} ({expected.nbytes} bytes)")
@@ -115,16 +129,23 @@ def data_start(read_at: ReadAt, length: int, expected: TensorInfo, what: str) ->
     start = data.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
     if header[0] != b"PK\x03\x04" or start + expected.nbytes > length:
         raise IncompleteSourceError(f"{what} is damaged: its data does not lie within its {length} bytes")
-    return start
+    return Place(start, getattr(data, "CRC", 0))
 
 
 def load_record(data: bytes, expected: TensorInfo, what: str) -> torch.Tensor:
     """The tensor of a record by `torch.load(weights_only=True)`, checked against the index; errors as `data_start`."""
     try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            size = sum(info.file_size for info in archive.infolist())
+    except DAMAGED_ARCHIVE as error:
+        raise IncompleteSourceError(f"{what} is damaged: {type(error).__name__}: {printable(str(error))}") from error
+    if size > max(len(data), expected.nbytes) + _MAX_PICKLE:
+        raise UnsafeInputError(f"{what} would unpack to {size} bytes, the index says {expected}")
+    try:
         loaded: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         # torch raises many kinds here; all mean that the slice holds no plain tensor
-        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        message = printable(str(error).splitlines()[0])[:300] if str(error) else type(error).__name__
         raise UnsafeInputError(f"{what} cannot be loaded as plain weights: {message}") from error
     if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided:
         raise UnsupportedError(f"{what} holds a {type(loaded).__name__}, not a plain tensor")

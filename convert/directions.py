@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from convert.assemble import Origin, embedding_dtype, into_base, into_new
-from convert.families import Model, expected, expert_form, model_of, read_config, text_section
+from convert.assemble import Base, Origin, base_files, into, into_new, stated_by
+from convert.families import Model, expected, expert_form, family_of, model_of, read_config, text_section
 from convert.job import Conversion
 from convert.ledger import Recipe
 from convert.model_config import (
@@ -40,10 +40,10 @@ def omni_to_vl_conversion(source: Path, dtype: torch.dtype | None = None, expert
         *prefixed((*OMNI_TO_VL, *NO_AUDIO), prefix),
         *NO_SPEECH,
     )
-    target = Model(FAMILIES["qwen3_vl_moe"], model.config, model.geometry, model.tied)
+    target = Model(FAMILIES["qwen3_vl_moe"], model.config, model.geometry, model.tied, stored=model.stored)
 
     def files(made: Sequence[Recipe]) -> dict[str, bytes]:
-        config = omni_to_vl(model, source, embedding_dtype(made))
+        config = omni_to_vl(model, source, stated_by(made))
         return {**carried_files(source, TEXT_FILES + PROCESSOR_FILES), "config.json": config_bytes(config)}
 
     origin = Origin("omni-to-vl", source.resolve().name, reader, model.geometry)
@@ -59,10 +59,10 @@ def omni_to_text_conversion(source: Path, dtype: torch.dtype | None = None) -> C
         *prefixed(OMNI_TO_TEXT, prefix),
         *NO_SPEECH,
     )
-    target = Model(FAMILIES["qwen3_moe"], model.config, model.geometry, model.tied)
+    target = Model(FAMILIES["qwen3_moe"], model.config, model.geometry, model.tied, stored=model.stored)
 
     def files(made: Sequence[Recipe]) -> dict[str, bytes]:
-        config = omni_to_text(model, source, embedding_dtype(made))
+        config = omni_to_text(model, source, stated_by(made))
         return {**carried_files(source, TEXT_FILES), "config.json": config_bytes(config)}
 
     origin = Origin("omni-to-text", source.resolve().name, reader, model.geometry)
@@ -83,7 +83,7 @@ def vl_to_omni_conversion(source: Path, base: Path, dtype: torch.dtype | None = 
         *KEEP_SPEECH,
     )
     origin = Origin("vl-to-omni", source.resolve().name, reader, model.geometry)
-    return into_base(origin, rules, base_reader, override=dtype)
+    return into(origin, rules, Base(base, base_model, base_reader, forms[1]), override=dtype)
 
 
 def relayout_conversion(source: Path, experts: str, dtype: torch.dtype | None = None) -> Conversion:
@@ -94,10 +94,15 @@ def relayout_conversion(source: Path, experts: str, dtype: torch.dtype | None = 
         raise UnsupportedError(f"{source}: is a dense model; it has no experts to store another way")
     rules = (*prefixed(FORMS[form, experts], prefix, prefix), rename("{name}", "{name}"))
     rest = {name: info.shape for name, info in reader.tensors.items() if name.startswith(model.family.rest)}
-    files = {**carried_files(source), "config.json": (source / "config.json").read_bytes()}
+    target = Base(source, model, reader, experts)
+    numbers = {name for name in rest if not reader.tensors[name].dtype.is_floating_point}
+
+    def files(made: Sequence[Recipe]) -> dict[str, bytes]:
+        return base_files(target, {recipe.target: recipe.info for recipe in made})
+
     wanted = expected(model, experts) | (rest if model.family.rest else {})
     origin = Origin("relayout", source.resolve().name, reader, model.geometry, (f"experts {form} -> {experts}",))
-    return into_new(origin, rules, wanted, lambda made: files, override=dtype)
+    return into_new(origin, rules, wanted, files, override=dtype, whole_numbers=numbers)
 
 
 def open_model(folder: Path, model_types: Sequence[str]) -> tuple[SafetensorsReader, Model]:
@@ -105,9 +110,10 @@ def open_model(folder: Path, model_types: Sequence[str]) -> tuple[SafetensorsRea
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such directory")
     config = read_config(folder)
-    if config.get("model_type") not in model_types:
+    family = family_of(config, str(folder / "config.json"))
+    if family.model_type not in model_types:
         raise UnsupportedError(
-            f"{folder / 'config.json'}: model_type is {config.get('model_type')!r}; this conversion takes "
+            f"{folder / 'config.json'}: model_type is {family.model_type!r}; this conversion takes "
             f"{' or '.join(model_types)}"
         )
     reader = SafetensorsReader(folder)

@@ -7,7 +7,7 @@ geometry. What does not fit is named by its keys; that nothing is left over is f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from convert.geometry import Geometry
@@ -15,27 +15,39 @@ from convert.patterns import Pattern, fill_in, some
 from convert.pieces import Assembly, cut, fuse, split, stack, transpose, unstack, usage, whole
 from convert.rules import Copy, Drop, Fuse, Map, Rule, Slice, Split, Stack, Step, Transpose, Unstack
 from convert.tensors import TensorInfo
-from schemas.errors import IncompleteSourceError, SchemaError, UnsupportedError
+from schemas.errors import IncompleteSourceError, UnsupportedError
 
 
 @dataclass
 class Resolution:
-    """made: target name -> its assembly; dropped: source name -> reason; sliced: source name -> (elements, reason)."""
+    """made: target name -> its assembly; dropped: source name -> reason; sliced: source name -> (elements, reason).
+    repeated: targets that are another target once more, so that their sources are used twice."""
 
     made: dict[str, Assembly] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     sliced: dict[str, tuple[int, str]] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+
+
+def check_names(rules: Sequence[Rule], names: Iterable[str]) -> None:
+    """UnsupportedError when some names of a source are known to no rule; shapes are not looked at."""
+    matchers = [_Matcher.of(i, rule) for i, rule in enumerate(rules) if not isinstance(rule, Copy)]
+    names = list(names)
+    unknown = [name for name in names if all(matcher.find(name) is None for matcher in matchers)]
+    if unknown:
+        raise UnsupportedError(
+            f"{len(unknown)} of {len(names)} source tensors are known to no rule of this conversion: {some(unknown)}"
+        )
 
 
 def resolve(rules: Sequence[Rule], tensors: Mapping[str, TensorInfo], geometry: Geometry) -> Resolution:
     """Applies every rule to the names it matches; the first rule that matches a name has it.
 
-    UnsupportedError: names without a rule. IncompleteSourceError: a stack or fuse that lacks a tensor.
-    SchemaError: shapes that the geometry contradicts, or a target that is made twice.
+    UnsupportedError: names without a rule, shapes that the geometry contradicts, a target that is made twice.
+    IncompleteSourceError: a stack or fuse that lacks a tensor.
     """
     result = Resolution()
     groups: dict[int, dict[tuple[str, ...], dict[tuple[int, tuple[str, ...]], str]]] = {}
-    unknown: list[str] = []
     matchers = [_Matcher.of(i, rule) for i, rule in enumerate(rules) if not isinstance(rule, Copy)]
     for name in tensors:
         for matcher in matchers:
@@ -50,11 +62,7 @@ def resolve(rules: Sequence[Rule], tensors: Mapping[str, TensorInfo], geometry: 
                 groups.setdefault(matcher.rule, {}).setdefault(outer, {})[part] = name
             break
         else:
-            unknown.append(name)
-    if unknown:
-        raise UnsupportedError(
-            f"{len(unknown)} of {len(tensors)} source tensors are known to no rule of this conversion: {some(unknown)}"
-        )
+            check_names(rules, tensors)
     for matcher in matchers:
         for outer, members in groups.get(matcher.rule, {}).items():
             _apply(matcher, dict(zip(matcher.outer, outer, strict=True)), members, tensors, geometry, result)
@@ -110,11 +118,13 @@ def _apply(
         try:
             group = _step(step, group, geometry, result)
         except ValueError as error:
-            raise SchemaError(f"{here}: {error}; the shape does not fit config.json") from error
+            raise UnsupportedError(f"{here}: {error}; the shape does not fit config.json") from error
     for (part, indices), assembly in group.items():
         target = fill_in(matcher.targets[part], outer | dict(indices))
         if target in result.made:
-            raise SchemaError(f"{target} is made twice: by {here} and by {some(usage(result.made[target].pieces))}")
+            raise UnsupportedError(
+                f"{target} is made twice: by {here} and by {some(usage(result.made[target].pieces))}"
+            )
         result.made[target] = assembly
 
 
@@ -141,7 +151,7 @@ def _gather(
     surplus = [members[key] for key in members.keys() - set(wanted)]
     if surplus:
         counts = ", ".join(f"{len(geometry.indices(n))} of {{{n}}}" for n in matcher.stacked)
-        raise SchemaError(f"the source has more than config.json says ({counts}): {some(surplus)}")
+        raise UnsupportedError(f"the source has more than config.json says ({counts}): {some(surplus)}")
     return {
         (part, tuple(zip(matcher.stacked, values, strict=True))): whole(
             members[part, values], tensors[members[part, values]].shape

@@ -2,51 +2,50 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from convert.geometry import Geometry, Section, audio_geometry, text_geometry, vision_geometry
-from convert.patterns import expand
-from convert.tables.hub import DENSE_MLP, EXPERT_FORMS, FAMILIES, HEAD, ROUTER, Family, Param
+from convert.patterns import expand, placeholders
+from convert.small_files import read_object
+from convert.tables.hub import DENSE_MLP, EXPERT_FORMS, FAMILIES, HEAD, OTHER_NAMES, ROUTER, Family, Param
 from convert.tensors import TensorInfo
-from schemas.errors import ConfigError, IncompleteSourceError, SchemaError, UnsupportedError
+from schemas.errors import ConfigError, IncompleteSourceError, UnsupportedError
 from schemas.wording import known_names
+
+MAX_TENSORS = 4_000_000  # of one model; a mixture of 256 experts in 100 layers has 80,000
 
 
 @dataclass(frozen=True)
 class Model:
-    """tied: the head is the embedding and has no tensor of its own."""
+    """tied: the head is the embedding. stored: the files hold the head, as a tied model's may, too."""
 
     family: Family
     config: Mapping[str, Any]
     geometry: Geometry
     tied: bool
+    stored: bool = field(kw_only=True)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a model directory. ConfigError when it is missing or no JSON object."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        return read_object(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; {folder} is not a Hugging Face model directory") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: holds {type(config).__name__}; it must be an object")
-    return config
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """UnsupportedError for a model type that no table knows."""
     model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{where}.model_type: is {str(model_type)[:60]}; it must be the name of a model type")
     if model_type not in FAMILIES:
-        raise UnsupportedError(
-            f"{where}: model_type {model_type!r} is not handled{known_names(str(model_type), FAMILIES)}"
-        )
+        raise UnsupportedError(f"{where}: model_type {model_type!r} is not handled{known_names(model_type, FAMILIES)}")
     return FAMILIES[model_type]
 
 
@@ -56,17 +55,33 @@ def model_of(config: Mapping[str, Any], where: str, tensors: Mapping[str, Tensor
     tensors: the model's own tensors, if there are any; what they tell (head_dim, rows of pos_embed, a head of its own)
     goes before what config.json leaves out or only has by default.
     """
-    family, known = family_of(config, where), tensors or {}
+    known = tensors or {}
+    family = _as_named(family_of(config, where), known)
     root = Section(config, where)
-    norm = known.get(f"{family.text}layers.0.self_attn.q_norm.weight")
-    geometry = text_geometry(_at(root, family.text_at), norm.shape[0] if norm else None)
+    head_dim = _rows(known, f"{family.text}layers.0.self_attn.q_norm.weight")
+    geometry = text_geometry(_at(root, family.text_at), head_dim, moe="moe" in family.model_type)
     if family.vision_at is not None:
         prefix = next(prefix for prefix, _ in family.parts if prefix.endswith("visual."))
-        embed = known.get(f"{prefix}pos_embed.weight")
-        geometry = geometry | vision_geometry(_at(root, family.vision_at), embed.shape[0] if embed else None)
+        positions = _rows(known, f"{prefix}pos_embed.weight")
+        geometry = geometry | vision_geometry(_at(root, family.vision_at), positions)
     if family.audio_at is not None:
         geometry = geometry | audio_geometry(_at(root, family.audio_at))
-    return Model(family, config, geometry, _is_tied(root, family, known))
+    tied = _is_tied(root, family, known)
+    return Model(family, config, geometry, tied, stored=not tied or f"{family.head}lm_head.weight" in known)
+
+
+def _as_named(family: Family, tensors: Mapping[str, TensorInfo]) -> Family:
+    """The family under the names that the files have: a thinker's begin with `thinker.` or do not, whichever model it
+    was saved from. The token embedding tells."""
+    other = OTHER_NAMES.get(family.model_type)
+    here, there = (f"{it.text}embed_tokens.weight" in tensors if it else False for it in (family, other))
+    return other if other is not None and there and not here else family
+
+
+def _rows(tensors: Mapping[str, TensorInfo], name: str) -> int | None:
+    """The first dimension of a tensor; None when it is not there or has none."""
+    shape = tensors[name].shape if name in tensors else ()
+    return shape[0] if shape and shape[0] else None
 
 
 def text_section(model: Model, folder: Path) -> Section:
@@ -83,8 +98,15 @@ def expected(model: Model, experts: str | None = None) -> dict[str, tuple[int, .
     form = experts or family.experts
     text = (*DENSE_MLP, *ROUTER, *EXPERT_FORMS.get(form, ()))  # "none" of a dense model has no tensors
     parts = [*family.parts, (family.text, text)]
-    if not model.tied:
+    if model.stored:
         parts.append((family.head, HEAD))
+    count = sum(
+        math.prod(len(model.geometry.indices(index)) for index in placeholders(param.name))
+        for _, params in parts
+        for param in params
+    )
+    if count > MAX_TENSORS:
+        raise ConfigError(f"config.json describes a {family.model_type} of {count} tensors; that is no real model")
     shapes: dict[str, tuple[int, ...]] = {}
     for prefix, params in parts:
         for param in params:
@@ -97,7 +119,7 @@ def expert_form(model: Model, tensors: Mapping[str, TensorInfo], prefix: str | N
 
     Names tell the first. The two fused forms share their names: both tensors are held against the sizes of config.json,
     and as at most one of the two can be square, exactly one form fits. prefix: of the text model, when it is not the
-    family's. SchemaError when neither fits.
+    family's. UnsupportedError when neither fits.
     """
     moe = model.geometry.ranges["moe_layer"]
     if not moe:
@@ -114,7 +136,7 @@ def expert_form(model: Model, tensors: Mapping[str, TensorInfo], prefix: str | N
         if [gate_up.shape, down.shape] == shapes:
             return form
     size = model.geometry.size
-    raise SchemaError(
+    raise UnsupportedError(
         f"{at}gate_up_proj {list(gate_up.shape)} and down_proj {list(down.shape)} fit neither layout of "
         f"{size('experts')} experts with hidden size {size('hidden')} and intermediate size {size('moe_intermediate')}"
     )
@@ -136,9 +158,9 @@ def _at(section: Section, path: tuple[str, ...]) -> Section:
 def _is_tied(root: Section, family: Family, tensors: Mapping[str, TensorInfo]) -> bool:
     """The outermost statement of the configuration; without one the tensors tell."""
     for depth in range(len(family.text_at) + 1):
-        stated = _at(root, family.text_at[:depth]).values.get("tie_word_embeddings")
+        stated = _at(root, family.text_at[:depth]).flag("tie_word_embeddings")
         if stated is not None:
-            return bool(stated)
+            return stated
     if not tensors:
         raise ConfigError(
             f"{root.where}.tie_word_embeddings: missing; the conversion needs it and there is no safe default"

@@ -8,6 +8,10 @@ from typing import Any
 
 from schemas.errors import ConfigError, UnsupportedError
 
+MAX_SIZE = 1 << 40
+MAX_COUNT = 100_000
+MAX_NUMBER = 1e300
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -48,7 +52,41 @@ class Section:
     def whole_number(self, key: str) -> int:
         value = self.need(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"{self.where}.{key}: is {value!r}; it must be a whole number")
+            raise ConfigError(f"{self.where}.{key}: is {ascii(value)[:60]}; it must be a whole number")
+        return value
+
+    def size(self, key: str) -> int:
+        """A whole number that measures something: neither 0 nor beyond what a tensor can be."""
+        value = self.whole_number(key)
+        if not 0 < value <= MAX_SIZE:
+            raise ConfigError(f"{self.where}.{key}: is {value}; it must lie between 1 and {MAX_SIZE}")
+        return value
+
+    def count(self, key: str) -> int:
+        """A number of layers, blocks or experts."""
+        value = self.whole_number(key)
+        if value > MAX_COUNT:
+            raise ConfigError(f"{self.where}.{key}: is {value}; more than {MAX_COUNT} are not handled")
+        return value
+
+    def number(self, key: str) -> float:
+        """A finite number, whole or not."""
+        value = self.need(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_NUMBER:
+            raise ConfigError(f"{self.where}.{key}: is {ascii(value)[:60]}; it must be a number")
+        return value
+
+    def whole_numbers(self, key: str) -> list[int]:
+        value = self.need(key)
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            raise ConfigError(f"{self.where}.{key}: is {str(value)[:80]}; it must be a list of whole numbers")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """True or False, None when the key is missing or null."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{self.where}.{key}: is {ascii(value)[:60]}; it must be true or false")
         return value
 
     def section(self, key: str) -> Section:
@@ -57,17 +95,24 @@ class Section:
             raise ConfigError(f"{self.where}.{key}: is {type(value).__name__}; it must be an object")
         return Section(value, f"{self.where}.{key}")
 
+    def optional_section(self, key: str) -> Mapping[str, Any]:
+        """The values of an object, {} when it is missing or null."""
+        return {} if self.values.get(key) is None else self.section(key).values
 
-def text_geometry(config: Section, head_dim: int | None = None) -> Geometry:
-    """Of a Qwen3 text model, dense or MoE. head_dim: as the weights tell it, for a config.json that leaves it out."""
-    if config.values.get("attention_bias"):
+
+def text_geometry(config: Section, head_dim: int | None = None, *, moe: bool) -> Geometry:
+    """Of a Qwen3 text model, dense or MoE. head_dim: as the weights tell it, for a config.json that leaves it out.
+    moe: a family with experts, which must state how many there are; in a dense family such a number means nothing."""
+    if config.flag("attention_bias"):
         raise UnsupportedError(f"{config.where}.attention_bias: true; attention with biases is not handled")
-    number = config.whole_number
+    number = config.size
     if head_dim is None or config.values.get("head_dim") is not None:
         head_dim = number("head_dim")
     heads, kv_heads, hidden = number("num_attention_heads"), number("num_key_value_heads"), number("hidden_size")
-    if not kv_heads or heads % kv_heads:
-        raise ConfigError(f"{config.where}: {heads} attention heads do not divide among {kv_heads} key/value heads")
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{config.where}.num_key_value_heads: is {kv_heads}, which does not divide num_attention_heads ({heads})"
+        )
     sizes = {
         "hidden": hidden,
         "vocab": number("vocab_size"),
@@ -78,12 +123,13 @@ def text_geometry(config: Section, head_dim: int | None = None) -> Geometry:
         "kv": kv_heads * head_dim,
         "qkv": (heads + 2 * kv_heads) * head_dim,
     }
-    layers = tuple(range(number("num_hidden_layers")))
-    moe = moe_layers(config, len(layers))
-    ranges = {"layer": layers, "moe_layer": moe, "dense_layer": tuple(i for i in layers if i not in moe), "expert": ()}
-    if ranges["dense_layer"]:
+    layers = tuple(range(config.count("num_hidden_layers")))
+    sparse = moe_layers(config, len(layers)) if moe else ()
+    dense = tuple(sorted(set(layers) - set(sparse)))
+    ranges = {"layer": layers, "moe_layer": sparse, "dense_layer": dense, "expert": ()}
+    if dense:
         sizes |= {"intermediate": number("intermediate_size"), "dense_gate_up": 2 * number("intermediate_size")}
-    if moe:
+    if sparse:
         experts, width = expert_count(config), number("moe_intermediate_size")
         sizes |= {"experts": experts, "moe_intermediate": width, "gate_up": 2 * width}
         ranges["expert"] = tuple(range(experts))
@@ -92,21 +138,24 @@ def text_geometry(config: Section, head_dim: int | None = None) -> Geometry:
 
 def expert_count(config: Section) -> int:
     """Experts per layer, 0 for a dense model; transformers 5 writes some configurations under the second name."""
-    return config.values.get("num_experts") or config.values.get("num_local_experts") or 0
+    other = config.values.get("num_experts") is None and config.values.get("num_local_experts") is not None
+    return config.count("num_local_experts" if other else "num_experts")
 
 
 def moe_layers(config: Section, layers: int) -> tuple[int, ...]:
-    """The layers that have experts, as transformers decides it; none for a dense model."""
+    """The layers that have experts, as transformers decides it; none for a model with no expert."""
     if not expert_count(config):
         return ()
-    dense, step = config.need("mlp_only_layers"), config.whole_number("decoder_sparse_step")
+    dense, step = set(config.whole_numbers("mlp_only_layers")), config.whole_number("decoder_sparse_step")
     return tuple(i for i in range(layers) if i not in dense and step > 0 and (i + 1) % step == 0)
 
 
 def vision_geometry(config: Section, positions: int | None = None) -> Geometry:
     """Of a Qwen3-VL or Qwen3-Omni vision tower. positions: rows of pos_embed as the weights tell them."""
-    number = config.whole_number
+    number = config.size
     hidden, heads, merge = number("hidden_size"), number("num_heads"), number("spatial_merge_size")
+    if hidden % heads:
+        raise ConfigError(f"{config.where}.num_heads: is {heads}, which does not divide hidden_size ({hidden})")
     sizes = {
         "vision_hidden": hidden,
         "vision_heads": heads,
@@ -120,13 +169,13 @@ def vision_geometry(config: Section, positions: int | None = None) -> Geometry:
         "temporal_patch": number("temporal_patch_size"),
         "positions": number("num_position_embeddings") if positions is None else positions,
     }
-    mergers = tuple(range(len(config.need("deepstack_visual_indexes"))))
-    return Geometry(sizes, {"block": tuple(range(number("depth"))), "merger": mergers})
+    mergers = tuple(range(len(config.whole_numbers("deepstack_visual_indexes"))))
+    return Geometry(sizes, {"block": tuple(range(config.count("depth"))), "merger": mergers})
 
 
 def audio_geometry(config: Section) -> Geometry:
     """Of the Qwen3-Omni audio tower."""
-    number = config.whole_number
+    number = config.size
     mel = number("num_mel_bins")
     for _ in range(3):  # three convolutions of stride 2
         mel = (mel + 1) // 2
@@ -137,4 +186,4 @@ def audio_geometry(config: Section) -> Geometry:
         "audio_flat": number("downsample_hidden_size") * mel,
         "audio_out": number("output_dim"),
     }
-    return Geometry(sizes, {"audio_layer": tuple(range(number("encoder_layers")))})
+    return Geometry(sizes, {"audio_layer": tuple(range(config.count("encoder_layers")))})

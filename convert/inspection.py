@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from convert.adapter import CONFIG_FILE as ADAPTER_CONFIG
-from convert.adapter import adapter_reader, read_adapter_config
+from convert.adapter import adapter_reader
+from convert.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
+from convert.adapter_config import read_adapter_config
 from convert.dcp import DcpReader
 from convert.dcp_index import METADATA_FILE
 from convert.families import Model, expert_form, model_of, read_config
 from convert.megatron import MegatronLayout, find_layout, is_megatron
 from convert.megatron_source import LATEST_FILE, find_checkpoint
 from convert.megatron_to_hf import describe
+from convert.printing import printable
 from convert.progress import gigabytes
 from convert.restricted_pickle import load_common
 from convert.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
@@ -65,7 +67,7 @@ class Inspection:
         for reason, count in sorted(Counter(self.skipped.values()).items()):
             entries[f"skipped: {reason}"] = f"{count} entries"
         width = max(map(len, entries))
-        return [f"{label:<{width}}  {text}" for label, text in entries.items()]
+        return [printable(f"{label:<{width}}  {text}") for label, text in entries.items()]
 
 
 def inspect_source(source: Path) -> Inspection:

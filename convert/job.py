@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,13 +13,15 @@ from typing import Any, Protocol
 from convert.dcp_output import CHUNK_BYTES, DcpOutput
 from convert.fill import SLAB, row_bytes
 from convert.ledger import Recipe
-from convert.output import REPORT, OutputDirectory, check_space
+from convert.output import REPORT, OutputDirectory, check_space, digest, finished_files
 from convert.safetensors_io import SafetensorsReader
 from convert.shards import SHARD_BYTES, files_like, new_files
+from convert.small_files import json_bytes
+from convert.system_errors import as_error
 from convert.tensors import TensorReader, dtype_name
 from convert.threads import Progress
 from convert.write import SafetensorsOutput
-from schemas.errors import OmniloomError, ResumableError
+from schemas.errors import ResumableError
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def output_of(conversion: Conversion, options: Options) -> Output:
     if conversion.as_dcp:
         return DcpOutput(conversion.recipes)
     if conversion.base is not None:
-        return SafetensorsOutput(files_like(conversion.base, conversion.recipes))
+        return SafetensorsOutput(files_like(conversion.base, conversion.recipes), conversion.base)
     return SafetensorsOutput(new_files(conversion.recipes, options.shard_bytes))
 
 
@@ -125,16 +125,16 @@ def run(
     """Writes `output`, or finds it done.
 
     progress: told bytes as they are written, then as they are verified; phase: told which of the two begins.
-    ResumableError when the disk is full: what is finished stays for the next run. Any other error of the source, the
-    rules or the verification leaves nothing behind.
+    ResumableError when the disk is full: what is finished stays for the next run, as it does after a signal. Any other
+    error leaves nothing behind.
     """
-    weights = output_of(conversion, options)
+    weights, out = planned(conversion, output, options)
     total = sum(weights.sizes.values())
-    out = OutputDirectory(output, fingerprint_of(conversion, weights))
-    if out.is_done():
+    if out.check(options.resume):
+        out.tidy()
         return Result(True, 0, 0, None)
-    out.open(options.resume)
     try:
+        out.open(options.resume)
         finished = sum(size for name, size in weights.sizes.items() if name in out.finished)
         check_space(out.partial, total - finished)
         phase("writing", total, finished)
@@ -145,13 +145,10 @@ def run(
         verified = verify(out.partial, conversion, progress) if verify else None
         out.commit()
     except OSError as error:
-        out.close()
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResumableError(
-                f"{out.partial}: {error.strerror}; make room and run the same command again"
-            ) from error
-        raise
-    except OmniloomError as error:
+        stated = as_error(error, out.partial)
+        out.close() if isinstance(stated, ResumableError) else out.discard()
+        raise stated from error
+    except Exception as error:
         out.close() if isinstance(error, ResumableError) else out.discard()
         raise
     except BaseException:  # a signal: the journal lets the next run go on
@@ -160,16 +157,34 @@ def run(
     return Result(False, total - finished, read, verified)
 
 
+def planned(conversion: Conversion, output: Path, options: Options) -> tuple[Output, OutputDirectory]:
+    """The files of an output and the directory for them, before anything is written."""
+    weights = output_of(conversion, options)
+    dtypes = ", ".join(sorted({dtype_name(recipe.info.dtype) for recipe in conversion.recipes}))
+    begun = f"{conversion.direction} of {conversion.source} in {dtypes} with files of {options.shard_bytes} bytes"
+    return weights, OutputDirectory(output, fingerprint_of(conversion, weights), begun)
+
+
+def check_output(conversion: Conversion, output: Path, options: Options) -> bool:
+    """What `run` would find out before it writes: True when the output is finished, else its errors."""
+    weights, out = planned(conversion, output, options)
+    if out.check(options.resume):
+        return True
+    there = finished_files(output) if options.resume else []
+    check_space(out.partial, sum(size for name, size in weights.sizes.items() if name not in there))
+    return False
+
+
 def fingerprint_of(conversion: Conversion, weights: Output) -> str:
     """Of everything that decides about the output's bytes: source, base, small files, and each tensor's recipe."""
-    digest = hashlib.sha256()
+    state = hashlib.sha256()
     base = conversion.base.fingerprint if conversion.base else ""
-    digest.update(f"{conversion.direction}\0{conversion.reader.fingerprint}\0{base}\0".encode())
+    state.update(f"{conversion.direction}\0{conversion.reader.fingerprint}\0{base}\0".encode())
     for name, content in sorted(conversion.files.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        state.update(f"{name}\0{len(content)}\0".encode() + content)
     for part in weights.key():
-        digest.update(part)
-    return digest.hexdigest()
+        state.update(part)
+    return state.hexdigest()
 
 
 def casts(conversion: Conversion) -> Counter[str]:
@@ -182,7 +197,9 @@ def casts(conversion: Conversion) -> Counter[str]:
     return counted
 
 
-def report_of(conversion: Conversion, weights: Output, out: OutputDirectory) -> dict[str, Any]:
+def report_of(
+    conversion: Conversion, weights: Output, out: OutputDirectory, small_files: Mapping[str, bytes]
+) -> dict[str, Any]:
     """What was done, to lie beside the weights: the same bytes for every run of the same conversion."""
     dropped: dict[str, list[str]] = {}
     for name, reason in sorted({**conversion.reader.skipped, **conversion.dropped}.items()):
@@ -190,7 +207,7 @@ def report_of(conversion: Conversion, weights: Output, out: OutputDirectory) -> 
     copied: dict[str, list[str]] = {}
     for name, reason in sorted(conversion.copies.items()):
         copied.setdefault(reason, []).append(name)
-    hashes = {name: digest for line in out.finished.values() for name, digest in line.get("tensors", {}).items()}
+    hashes = {name: made for line in out.finished.values() for name, made in line.get("tensors", {}).items()}
     return {
         "omniloom": omniloom_version(),
         "direction": conversion.direction,
@@ -198,6 +215,7 @@ def report_of(conversion: Conversion, weights: Output, out: OutputDirectory) -> 
         "base": conversion.base.folder.resolve().name if conversion.base else None,
         "fingerprint": out.fingerprint,
         "files": {name: out.finished[name]["size"] for name in weights.sizes},
+        "small_files": {name: digest(content) for name, content in sorted(small_files.items())},
         "tensors_made": len(conversion.recipes),
         "tensors_from_base": copied,
         "tensors_dropped": dropped,
@@ -216,7 +234,7 @@ def omniloom_version() -> str:
 
 
 def _write_small_files(conversion: Conversion, weights: Output, out: OutputDirectory) -> None:
-    report = json.dumps(report_of(conversion, weights, out), indent=1, ensure_ascii=False)
-    files = {**conversion.files, **weights.small_files(out), REPORT: (report + "\n").encode()}
-    for name, content in files.items():
+    files = {**conversion.files, **weights.small_files(out)}
+    report = json_bytes(report_of(conversion, weights, out, files), indent=1)
+    for name, content in {**files, REPORT: report}.items():
         out.write(name, content)

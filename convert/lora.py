@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 import xxhash
 
-from convert.adapter import CONFIG_FILE, Adapter, adapted_modules, adapter_reader, read_adapter_config
+from convert.adapter import Adapter, adapted_modules, adapter_reader
+from convert.adapter_config import CONFIG_FILE, read_adapter_config
 from convert.assemble import Base, open_base
+from convert.config_dtype import restated
 from convert.engine import resolve
 from convert.fill import Rows
 from convert.job import Conversion
@@ -38,22 +40,35 @@ def merge_lora_conversion(source: Path, base: Path, dtype: torch.dtype | None = 
         raise ConfigError(f"{base}: has no weights to merge into")
     parameters, rules, root = trained_names(adapted_modules(adapter_reader(source)), target, source)
     adapter = Adapter(source, parameters, root)
-    reader = MergedReader(target.reader, adapter, rules, parameters, target)
+    _refuse_tied(adapter, target)
+    reader = MergedReader(target.reader, adapter, rules, parameters, target, dtype)
     made = tuple(
         Recipe(name, TensorInfo(info.shape, dtype or target.reader.tensors[name].dtype), whole(name, info.shape).pieces)
         for name, info in reader.tensors.items()
     )
+    written = {**target.reader.tensors, **{recipe.target: recipe.info for recipe in made}}
     copies = {name: "not touched by the adapter" for name in target.reader.tensors if name not in reader.tensors}
     return Conversion(
         direction="merge-lora",
         source=source.resolve().name,
         reader=reader,
         recipes=made,
-        files={**carried_files(base), "config.json": (base / "config.json").read_bytes()},
+        files={**carried_files(base), "config.json": restated(base, target.model, written)},
         base=target.reader,
         copies=copies,
         notes=(f"{len(adapter.deltas)} parameters changed, {len(adapter.replaced)} replaced",),
     )
+
+
+def _refuse_tied(adapter: Adapter, base: Base) -> None:
+    """A tied head and embedding are one tensor of the base, but the adapter changed one of the two."""
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    touched = [name for name in (*adapter.deltas, *adapter.replaced) if name.endswith(ends)]
+    if base.model.tied and touched:
+        raise UnsupportedError(
+            f"the adapter changes {some(touched)}, which {base.folder.name} ties to its "
+            f"{'embedding' if touched[0].endswith(ends[1]) else 'head'}: one tensor cannot be both the old and the new"
+        )
 
 
 def trained_names(modules: list[str], base: Base, source: Path) -> tuple[dict[str, TensorInfo], tuple[Rule, ...], str]:
@@ -94,7 +109,9 @@ class MergedReader:
         rules: tuple[Rule, ...],
         parameters: Mapping[str, TensorInfo],
         target: Base,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """dtype: what the model is cast to; then tensors that the adapter does not touch are read as well."""
         self._base, self._adapter = base, adapter
         self._changes = _Source(adapter, parameters, replaced=False)
         self._values = _Source(adapter, parameters, replaced=True)
@@ -109,10 +126,20 @@ class MergedReader:
                     f"the adapter replaces {some(sources & adapter.replaced.keys())}, which are only a part of {name}"
                 )
             if sources & touched:
+                if not base.tensors[name].dtype.is_floating_point:
+                    raise UnsupportedError(f"{base.folder}: {name} is {base.tensors[name]}; nothing can be added to it")
                 info = TensorInfo(assembly.shape, torch.float32)
                 pieces = tuple(sorted(assembly.pieces, key=lambda piece: piece.at))
                 self._rows[name] = Rows(Recipe(name, info, pieces))
                 self.tensors[name] = info
+        if dtype is not None:
+            rest = tuple(target.model.family.rest)
+            others = {name: info for name, info in base.tensors.items() if not (rest and name.startswith(rest))}
+            self.tensors |= {
+                name: info
+                for name, info in others.items()
+                if name not in self.tensors and info.dtype.is_floating_point and info.dtype != dtype
+            }
 
     @property
     def fingerprint(self) -> str:
@@ -128,6 +155,8 @@ class MergedReader:
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Whole rows only, as slabs ask for them."""
+        if name not in self._rows:
+            return self._base.read(name, box)
         box = full_box(self.tensors[name].shape) if box is None else box
         if box[1:] != full_box(self.tensors[name].shape)[1:]:
             raise ValueError(f"{name}: merged tensors are read in whole rows, not {box}")

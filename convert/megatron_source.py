@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from convert.dcp_index import METADATA_FILE
 from convert.geometry import Geometry
 from convert.restricted_pickle import is_inert, load_common
+from convert.small_files import read_object, read_small
 from schemas.errors import ConfigError, IncompleteSourceError, UnsupportedError
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -28,8 +28,8 @@ def find_checkpoint(source: Path) -> Path:
         raise IncompleteSourceError(f"{source} has no {METADATA_FILE}: it was not saved to its end")
     latest = source / LATEST_FILE
     if latest.is_file():
-        text = latest.read_text(encoding="utf8", errors="replace").strip()
-        if text != "release" and not (text.isascii() and text.isdigit()):
+        text = read_small(latest, 4096).decode("utf8", "replace").strip()
+        if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 20):
             raise ConfigError(f"{latest} says {text[:40]!r}, which is neither an iteration nor `release`")
         found = source / (text if text == "release" else f"iter_{int(text):07d}")
         if not found.is_dir():
@@ -54,12 +54,9 @@ def _check_backend(directory: Path) -> None:
     path = directory / "metadata.json"
     if not path.is_file():
         return
-    try:
-        backend = json.loads(path.read_bytes()).get("sharded_backend")
-    except (ValueError, AttributeError) as error:
-        raise IncompleteSourceError(f"{path} is damaged: {error}") from error
+    backend = read_object(path, IncompleteSourceError).get("sharded_backend")
     if backend != "torch_dist":
-        raise UnsupportedError(f"{path}: sharded_backend is {backend!r}; only torch_dist is handled")
+        raise UnsupportedError(f"{path}: sharded_backend is {ascii(backend)[:60]}; only torch_dist is handled")
 
 
 # argument of the training run -> values under which the weights mean what the hub model takes them for
@@ -74,6 +71,17 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 # argument -> size of the geometry; only sizes whose mismatch the shapes alone would not always show
 _SIZES = (("num_attention_heads", "heads"), ("num_query_groups", "kv_heads"), ("kv_channels", "head_dim"))
+
+
+def _stated_size(arguments: dict[str, Any], name: str) -> Any:
+    """An argument; without grouped queries every head has its own key and value, whatever the number of groups is.
+    Where it is not said, 1 may be the default of that number: then the shapes must tell."""
+    value = arguments.get(name)
+    if name != "num_query_groups":
+        return value
+    if "group_query_attention" not in arguments:
+        return None if value == 1 else value
+    return value if arguments["group_query_attention"] else arguments.get("num_attention_heads")
 
 
 def check_common(directory: Path, geometry: Geometry) -> int | None:
@@ -94,10 +102,11 @@ def check_common(directory: Path, geometry: Geometry) -> int | None:
             continue
         for name, allowed, why in _ARGUMENTS:
             value = arguments.state.get(name)
-            if value not in allowed:
-                raise UnsupportedError(f"{path}: {name} is {value!r}: {why}, which the hub model does not expect")
+            if not any(type(value) is type(each) and value == each for each in allowed):
+                said = ascii(value)[:60] if isinstance(value, str | int | float) else type(value).__name__
+                raise UnsupportedError(f"{path}: {name} is {said}: {why}, which the hub model does not expect")
         for name, size in _SIZES:
-            value, wanted = arguments.state.get(name), geometry.size(size)
+            value, wanted = _stated_size(arguments.state, name), geometry.size(size)
             if type(value) is int and value != wanted:
                 raise UnsupportedError(f"{path}: {name} is {value}, config.json of the base says {wanted}")
     return iteration

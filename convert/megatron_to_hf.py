@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from convert.assemble import Base, Origin, into, open_base
+from convert.assemble import Origin, into, open_base
 from convert.dcp import DcpReader
+from convert.engine import check_names
 from convert.job import Conversion
 from convert.megatron import MegatronLayout, check_sizes, find_layout, megatron_rules
 from convert.megatron_source import check_common, find_checkpoint
-from convert.rules import Copy, Rule
 from schemas.errors import ConfigError
 
 
@@ -41,14 +40,15 @@ def megatron_to_hf_conversion(
     iteration = check_common(folder, target.model.geometry)
     reader = DcpReader(folder, from_master=from_master)
     layout = find_layout(reader.tensors)
-    check_sizes(reader.tensors, layout, target.model)
     rules = megatron_rules(layout, target.model, target.experts, keep_base_towers=keep_base_towers)
+    check_names(rules, reader.tensors)
+    check_sizes(reader.tensors, layout, target.model)
     notes = [f"iteration {iteration}"] if iteration is not None else []
     notes.append(describe(layout))
     if from_master:
         notes.append(f"{len(reader.masters)} of {len(reader.tensors)} tensors from the optimizer's fp32 masters")
     origin = Origin("megatron-to-hf", folder.resolve().name, reader, target.model.geometry, tuple(notes))
-    return _with_tied_head(origin, rules, target, dtype)
+    return into(origin, rules, target, dtype)
 
 
 def describe(layout: MegatronLayout) -> str:
@@ -64,16 +64,3 @@ def describe(layout: MegatronLayout) -> str:
         *towers,
     ]
     return "; ".join(parts)
-
-
-def _with_tied_head(origin: Origin, rules: tuple[Rule, ...], base: Base, dtype: torch.dtype | None) -> Conversion:
-    """The conversion; a head that the base stores although it is tied is the new embedding once more."""
-    head, embedding = base.model.family.head + "lm_head.weight", base.model.family.text + "embed_tokens.weight"
-    if base.reader is None or not base.model.tied or head not in base.reader.tensors:
-        return into(origin, rules, base, dtype)
-    conversion = into(origin, (*rules, Copy(head, "tied to the embedding")), base, dtype)
-    if head not in conversion.copies:
-        return conversion  # the checkpoint has a head of its own
-    recipe = next(recipe for recipe in conversion.recipes if recipe.target == embedding)
-    copies = {name: reason for name, reason in conversion.copies.items() if name != head}
-    return replace(conversion, recipes=(*conversion.recipes, replace(recipe, target=head)), copies=copies)

@@ -8,7 +8,6 @@ numbers that the weights themselves tell (head_dim, rows of pos_embed) come from
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +17,9 @@ import torch
 
 from convert.families import Model
 from convert.geometry import Section, expert_count
+from convert.small_files import is_carried, json_bytes, parse_json, read_carried, read_object
 from convert.tensors import dtype_name
-from schemas.errors import ConfigError, SchemaError, UnsupportedError
+from schemas.errors import ConfigError, UnsupportedError
 
 TEXT_NEEDS = (
     "hidden_size",
@@ -95,7 +95,7 @@ def omni_to_vl(thinker: Model, folder: Path, dtype: torch.dtype) -> dict[str, An
     vision = inner.section("vision_config")
     size = thinker.geometry.size
     vision_config = {key: vision.need(key) for key in VISION_KEEPS}
-    rope = vision.values.get("rope_parameters") or {}
+    rope = vision.optional_section("rope_parameters")
     if rope.get("rope_theta", VISION_ROPE_THETA) != VISION_ROPE_THETA:
         vision_config["rope_parameters"] = rope
     return {
@@ -103,7 +103,7 @@ def omni_to_vl(thinker: Model, folder: Path, dtype: torch.dtype) -> dict[str, An
         "model_type": "qwen3_vl_moe",
         "dtype": dtype_name(dtype),
         "tie_word_embeddings": thinker.tied,
-        **{key: inner.need(key) for key in MEDIA_IDS},
+        **{key: inner.whole_number(key) for key in MEDIA_IDS},
         **_special_ids(config, folder),
         "text_config": {
             **_text_values(text, thinker),
@@ -142,47 +142,41 @@ def omni_to_text(thinker: Model, folder: Path, dtype: torch.dtype) -> dict[str, 
 
 
 def check_agreement(source: Section, base: Section) -> None:
-    """SchemaError unless two text sections mean the same computation; sizes are checked with the tensors."""
+    """UnsupportedError unless two text sections mean the same computation; sizes are checked with the tensors."""
     differing = []
     for key in MUST_AGREE:
         ours, theirs = _stated(source, key), _stated(base, key)
         if ours != theirs:
             differing.append(f"{key} is {ours!r} in {source.where} and {theirs!r} in {base.where}")
     if differing:
-        raise SchemaError("; ".join(differing))
+        raise UnsupportedError("; ".join(differing))
 
 
 def carried_files(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, bytes]:
     """Tokenizer, processor and template files of a directory by name, each if it is there.
 
-    names: those to take; None: every small file beside the weights. A template that stands in chat_template.json alone
-    is unpacked to chat_template.jinja as well, the only form that AutoTokenizer reads.
+    names: those to take; None: all that `small_files.is_carried` knows. A template that stands in chat_template.json
+    alone is unpacked to chat_template.jinja as well, the only form that AutoTokenizer reads. ConfigError for a file
+    that is too large to be one of these.
     """
     found: dict[str, bytes] = {}
     for path in sorted(folder.iterdir()):
-        wanted = path.name in names if names is not None else _is_small_file(path)
+        wanted = path.name in names if names is not None else is_carried(path.name)
         if wanted and path.is_file():
-            found[path.name] = path.read_bytes()
+            found[path.name] = read_carried(path)
     if "chat_template.json" in found and "chat_template.jinja" not in found:
-        try:
-            template = json.loads(found["chat_template.json"])["chat_template"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{folder / 'chat_template.json'}: has no chat_template: {error}") from error
-        if isinstance(template, str):
-            found["chat_template.jinja"] = template.encode()
+        where = folder / "chat_template.json"
+        content = parse_json(found["chat_template.json"], where)
+        if not isinstance(content, dict) or "chat_template" not in content:
+            raise ConfigError(f"{where}: has no chat_template")
+        if isinstance(content["chat_template"], str):
+            found["chat_template.jinja"] = content["chat_template"].encode(errors="surrogatepass")
     return found
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
     """config.json as it is written."""
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _is_small_file(path: Path) -> bool:
-    """Files by which models are described, by suffix; no weights, index, configuration, nor what we write ourselves."""
-    suffixes = ("", ".json", ".jsonl", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".py", ".yaml")
-    ours = path.name in ("config.json", "omniloom_conversion.json", "journal.jsonl")
-    return path.suffix in suffixes and not (ours or path.name.startswith(".") or path.name.endswith(".index.json"))
+    return json_bytes(config)
 
 
 def _thinker_sections(thinker: Model, folder: Path) -> tuple[Section, Section]:
@@ -195,6 +189,8 @@ def _text_values(text: Section, model: Model) -> dict[str, Any]:
     """The section without what does not belong in a target, with the numbers that must be explicit."""
     for key in TEXT_NEEDS:
         text.need(key)
+    for key in ("max_position_embeddings", "num_experts_per_tok"):
+        text.whole_number(key)
     if text.values.get("use_sliding_window"):
         raise UnsupportedError(f"{text.where}.use_sliding_window: true; sliding windows are not handled")
     values = {key: value for key, value in text.values.items() if key not in TEXT_DROPS and value is not None}
@@ -224,40 +220,44 @@ def _rope_theta(text: Section) -> float:
     theta = text.values.get("rope_theta", _rope(text).get("rope_theta"))
     if theta is None:
         raise ConfigError(f"{text.where}.rope_theta: missing; the conversion needs it and there is no safe default")
-    return theta
+    return Section({"rope_theta": theta}, text.where).number("rope_theta")
 
 
 def _mrope(text: Section) -> dict[str, Any]:
     """Rotary keys of a VL text section: rope_scaling and rope_theta for transformers 4, rope_parameters for 5."""
     rope = _rope(text)
-    if rope.get("mrope_section") is None:
+    axes = _mrope_section(text)
+    if not axes:
         raise ConfigError(f"{text.where}.rope_scaling.mrope_section: missing; the conversion needs it")
     if rope.get("mrope_interleaved", rope.get("interleaved", True)) is False:
         raise UnsupportedError(f"{text.where}: rotary axes that are not interleaved have no counterpart in Qwen3-VL")
     scaling = {
         "rope_type": _rope_type(text),
-        "mrope_section": list(rope["mrope_section"]),
+        "mrope_section": axes,
         "mrope_interleaved": True,
     }
     theta = _rope_theta(text)
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": theta}}
 
 
+def _mrope_section(text: Section) -> list[int]:
+    """Frequencies of each rotary axis, [] where they are not stated."""
+    section = Section(_rope(text), f"{text.where}.rope_scaling")
+    return section.whole_numbers("mrope_section") if section.values.get("mrope_section") is not None else []
+
+
 def _stated(text: Section, key: str) -> Any:
     if key == "rope_theta":
         return float(_rope_theta(text))
-    return list(_rope(text).get(key) or ()) if key == "mrope_section" else text.values.get(key)
+    return _mrope_section(text) if key == "mrope_section" else text.values.get(key)
 
 
 def _special_ids(config: Section, folder: Path) -> dict[str, Any]:
     """bos, eos and pad of the top level, else of generation_config.json; each only if it is stated."""
-    generation: Any = {}
+    generation: dict[str, Any] = {}
     path = folder / "generation_config.json"
-    if path.exists():
-        try:
-            generation = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ConfigError(f"{path}: is not valid JSON: {error}") from error
+    if path.is_file():
+        generation = read_object(path)
     ids = {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.values.get(key, generation.get(key))
@@ -268,9 +268,9 @@ def _special_ids(config: Section, folder: Path) -> dict[str, Any]:
 
 def _sideband(config: Section, inner: Section, folder: Path) -> dict[str, Any]:
     """What the thinker knows and a VL configuration has no key for, with where it came from."""
-    values = {key: inner.need(key) for key in SIDEBAND}
+    values = {key: inner.whole_number(key) if key.endswith("_id") else inner.number(key) for key in SIDEBAND}
     if inner is not config:  # a thinker saved alone does not have the two
-        values |= {key: config.need(key) for key in ("im_start_token_id", "im_end_token_id")}
+        values |= {key: config.whole_number(key) for key in ("im_start_token_id", "im_end_token_id")}
     repository, revision = _origin(folder)
     digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return {

@@ -37,6 +37,8 @@ class OpenFiles:
                 if not count:
                     raise IncompleteSourceError(f"{path}: ends before byte {offset + len(buffer)}, which is needed")
                 done += count
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         finally:
             self._release(file, done)
 

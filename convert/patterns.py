@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from convert.geometry import Geometry
+from convert.printing import printable
 
 SHOWN = 8  # names in a message
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -38,9 +39,14 @@ def fill_in(pattern: str, values: Mapping[str, str]) -> str:
     return PLACEHOLDER.sub(lambda found: values[found[1]], pattern)
 
 
+def placeholders(pattern: str) -> tuple[str, ...]:
+    """The names in braces, each once."""
+    return tuple(dict.fromkeys(PLACEHOLDER.findall(pattern)))
+
+
 def expand(pattern: str, geometry: Geometry) -> Iterator[str]:
     """Every name that a pattern of index placeholders stands for, in order."""
-    names = tuple(dict.fromkeys(PLACEHOLDER.findall(pattern)))
+    names = placeholders(pattern)
     for values in itertools.product(*(geometry.indices(name) for name in names)):
         yield fill_in(pattern, {name: str(value) for name, value in zip(names, values, strict=True)})
 
@@ -49,4 +55,4 @@ def some(names: Iterable[str]) -> str:
     """`a, b, c and 12 more`."""
     listed = sorted(names)
     more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    return ", ".join(listed[:SHOWN]) + more
+    return ", ".join(map(printable, listed[:SHOWN])) + more

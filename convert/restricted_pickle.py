@@ -15,8 +15,12 @@ from typing import Any, TypeGuard
 
 import torch
 
+from convert.archives import DAMAGED_ARCHIVE, read_members
+from convert.pickle_scan import TooDeepError, check_pickle
+from convert.printing import printable
 from schemas.errors import IncompleteSourceError, UnsafeInputError
 
+COMMON_LIMIT = 32 << 20  # bytes of the pickles of a common.pt; those of a large run have about 1 MB
 _CHECKPOINT = "torch.distributed.checkpoint"
 _MCORE = "megatron.core.dist_checkpointing."
 
@@ -137,14 +141,18 @@ def is_inert(value: Any, name: str) -> TypeGuard[Inert]:
     return isinstance(value, Inert) and type(value).__name__ == name
 
 
-def _load(data: io.BytesIO, allowed: Callable[[str, str], bool], what: str) -> Any:
+def _load(data: bytes, allowed: Callable[[str, str], bool], what: str) -> Any:
     try:
-        return _InertUnpickler(data, allowed, what).load()
+        check_pickle(data)
+        return _InertUnpickler(io.BytesIO(data), allowed, what).load()
     except UnsafeInputError:
         raise
-    except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError,
-            MemoryError) as error:  # fmt: skip
-        raise IncompleteSourceError(f"{what} is not a whole pickle: {type(error).__name__}: {error}") from error
+    except TooDeepError as error:
+        raise UnsafeInputError(f"{what} is refused: {error}") from error
+    except Exception as error:
+        # a damaged stream raises whatever the method that it happens to call raises
+        said = printable(str(error))[:200]
+        raise IncompleteSourceError(f"{what} is not a whole pickle: {type(error).__name__}: {said}") from error
 
 
 def _in_metadata(module: str, name: str) -> bool:
@@ -172,12 +180,12 @@ def load_metadata(data: bytes, what: str) -> Any:
 
     UnsafeInputError for a global that is not on the list, IncompleteSourceError for a damaged pickle.
     """
-    return _load(io.BytesIO(data), _in_metadata, what)
+    return _load(data, _in_metadata, what)
 
 
 def load_tensor_header(data: bytes, what: str) -> Any:
     """The object of the `data.pkl` of one saved tensor; errors as `load_metadata`."""
-    return _load(io.BytesIO(data), _in_tensor, what)
+    return _load(data, _in_tensor, what)
 
 
 def load_common(path: Path) -> list[Any]:
@@ -187,11 +195,25 @@ def load_common(path: Path) -> list[Any]:
     """
     if not path.exists():
         return []
-    if not zipfile.is_zipfile(path):  # torch.save before version 1.6: several pickles, then raw storages
-        return [_load(io.BytesIO(path.read_bytes()), _in_common, str(path))]
+    if not path.is_file():
+        raise IncompleteSourceError(f"{path} is no file, though it should hold the state that all ranks share")
     try:
-        with zipfile.ZipFile(path) as archive:
-            pickles = [(name, archive.read(name)) for name in archive.namelist() if name.endswith(".pkl")]
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-        raise IncompleteSourceError(f"{path} is damaged: {error}") from error
-    return [_load(io.BytesIO(data), _in_common, f"{path} ({name})") for name, data in pickles]
+        pickles = _pickles_of(path)
+    except DAMAGED_ARCHIVE as error:
+        raise IncompleteSourceError(f"{path} is damaged: {printable(str(error))[:200]}") from error
+    return [_load(data, _in_common, f"{path} ({printable(name)})" if name else str(path)) for name, data in pickles]
+
+
+def _pickles_of(path: Path) -> list[tuple[str, bytes]]:
+    """(name in the archive, content) of every pickle; one without a name where the file is no archive, as torch.save
+    wrote before version 1.6: several pickles, then raw storages. UnsafeInputError for more than COMMON_LIMIT bytes."""
+    if not zipfile.is_zipfile(path):
+        if path.stat().st_size > COMMON_LIMIT:
+            raise UnsafeInputError(
+                f"{path} has {path.stat().st_size} bytes; {COMMON_LIMIT} are the most that is expected"
+            )
+        return [("", path.read_bytes())]
+    with zipfile.ZipFile(path) as archive:
+        members = [info for info in archive.infolist() if info.filename.endswith(".pkl")]
+        contents = read_members(archive, members, COMMON_LIMIT, str(path))
+    return list(zip((info.filename for info in members), contents, strict=True))

@@ -18,12 +18,17 @@ import torch
 import xxhash
 
 from convert.open_files import OpenFiles
+from convert.printing import printable
+from convert.small_files import JSON_LIMIT, parse_json, read_object, read_small
 from convert.tensors import Box, TensorInfo, box_shape, check_box, full_box
 from schemas.errors import ConfigError, IncompleteSourceError, SchemaError, UnsafeInputError, UnsupportedError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HEADER_LIMIT = 100 * 1024 * 1024  # bytes; the format's own limit
+
+MAX_DIMENSIONS = 16
+MAX_NUMBER = 1 << 56
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -79,6 +84,8 @@ def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | Non
 
 def read_layout(path: Path) -> Layout:
     """The checked header of a file. IncompleteSourceError when the file is cut short, SchemaError for any other lie."""
+    if not path.is_file():  # a pipe would be waited for
+        raise IncompleteSourceError(f"{path}: is no file")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -87,12 +94,13 @@ def read_layout(path: Path) -> Layout:
         text = file.read(length)
     if len(text) < length:
         raise IncompleteSourceError(f"{path}: is cut short: {size} bytes, its header alone has {length + 8}")
-    try:
-        entries = json.loads(text)
-        metadata = entries.pop("__metadata__", None) or {}
-        parsed = {name: _entry(path, name, entry) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SchemaError(f"{path}: its header is damaged: {type(error).__name__}: {error}") from error
+    entries = parse_json(text, f"{path}: its header is damaged", SchemaError)
+    if not isinstance(entries, dict):
+        raise SchemaError(f"{path}: its header is damaged: it is no object")
+    metadata = entries.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise SchemaError(f"{path}: its header is damaged: __metadata__ does not hold texts only")
+    parsed = {name: _entry(path, name, entry) for name, entry in entries.items()}
     base, end = 8 + length, 0
     for name, (_, (start, stop)) in sorted(parsed.items(), key=lambda item: item[1][1]):
         if start != end:
@@ -108,13 +116,38 @@ def read_layout(path: Path) -> Layout:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
+    """(shape and dtype, bytes [start, stop) behind the header) of one tensor. Every number is checked before it is
+    used: a header may hold anything."""
+    if not name.isprintable():
+        raise UnsafeInputError(f"{path}: holds a tensor called {ascii(name)[:200]}, which is no name of a tensor")
+    damaged = f"{path}: its header is damaged: {name}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise SchemaError(f"{damaged} has no dtype, shape and data_offsets")
+    if not isinstance(entry["dtype"], str):
+        raise SchemaError(f"{damaged} has the dtype {ascii(entry['dtype'])[:60]}")
     if entry["dtype"] not in DTYPES:
-        raise UnsupportedError(f"{path}: {name} has the dtype {entry['dtype']}, which is not handled")
-    info = TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]])
-    start, stop = entry["data_offsets"]
-    if not all(isinstance(size, int) and size >= 0 for size in info.shape) or stop - start != info.nbytes:
+        raise UnsupportedError(f"{path}: {name} has the dtype {printable(entry['dtype'])[:60]}, which is not handled")
+    shape, offsets = _numbers(entry["shape"]), _numbers(entry["data_offsets"])
+    if shape is None or len(shape) > MAX_DIMENSIONS:
+        raise SchemaError(f"{damaged} has the shape {ascii(entry['shape'])[:60]}")
+    if offsets is None or len(offsets) != 2:
+        raise SchemaError(f"{damaged} has the data_offsets {ascii(entry['data_offsets'])[:60]}")
+    info, (start, stop) = TensorInfo(shape, DTYPES[entry["dtype"]]), offsets
+    if stop - start != info.nbytes:
         raise SchemaError(f"{path}: {name} is said to be {info} in {stop - start} bytes; that is {info.nbytes} bytes")
     return info, (start, stop)
+
+
+def _is_plain(file: str) -> bool:
+    """True for the name of a file in the same folder."""
+    return file.isprintable() and Path(file).name == file and file not in ("", ".", "..")
+
+
+def _numbers(values: Any) -> tuple[int, ...] | None:
+    """Whole numbers that a file or a tensor can have, None for anything else."""
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value <= MAX_NUMBER for value in values):
+        return None
+    return tuple(values)
 
 
 def weight_files(folder: Path) -> dict[str, tuple[str, ...] | None]:
@@ -123,18 +156,18 @@ def weight_files(folder: Path) -> dict[str, tuple[str, ...] | None]:
     if (folder / SINGLE_FILE).exists():
         return {SINGLE_FILE: None}
     index = folder / INDEX_FILE
-    if not index.exists():
+    if not index.is_file():
         if list(folder.glob("*.bin")):
             raise UnsupportedError(f"{folder}: holds pickled .bin weights only; save them as safetensors first")
         raise ConfigError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    try:
-        weight_map = dict(json.loads(index.read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise SchemaError(f"{index}: is no index of safetensors files: {type(error).__name__}: {error}") from error
+    weight_map = read_object(index, SchemaError).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise SchemaError(f"{index}: is no index of safetensors files: it has no weight_map")
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise UnsafeInputError(f"{index}: {name} is said to lie in {file!r}; only files beside the index are read")
+        if not isinstance(file, str) or not _is_plain(file):
+            where = f"{index}: {printable(name)} is said to lie in {ascii(file)[:200]}"
+            raise UnsafeInputError(f"{where}; only files beside the index are read")
         files.setdefault(file, []).append(name)
     return {file: tuple(names) for file, names in sorted(files.items())}
 
@@ -142,7 +175,8 @@ def weight_files(folder: Path) -> dict[str, tuple[str, ...] | None]:
 class SafetensorsReader:
     """A Hugging Face model directory's weights; see `convert.tensors.TensorReader`.
 
-    files: as `weight_files` gives them, for a directory that is no model's.
+    files: as `weight_files` gives them, for a directory that is no model's. index: the bytes of the file that names
+    the others, None where there is none.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[str] | None] | None = None) -> None:
@@ -162,6 +196,8 @@ class SafetensorsReader:
                 self.file_of[name] = file
         self.tensors: dict[str, TensorInfo] = {n: i for lay in self.layouts.values() for n, i in lay.tensors.items()}
         self.skipped: dict[str, str] = {}
+        index = files is None and SINGLE_FILE not in self.layouts
+        self.index = read_small(folder / INDEX_FILE, JSON_LIMIT) if index else None
         self.fingerprint = self._fingerprint()
         self._files = OpenFiles()
 
@@ -186,7 +222,7 @@ class SafetensorsReader:
         return file, self.layouts[file].spans[name][0]
 
     def _fingerprint(self) -> str:
-        digest = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128(self.index or b"")
         for file, layout in self.layouts.items():
             state = (self.folder / file).stat()
             digest.update(f"{file}:{state.st_size}:{state.st_mtime_ns}:".encode() + layout.header)
@@ -199,10 +235,12 @@ def _check_index(path: Path, layout: Layout, names: Sequence[str] | None) -> Non
     lacking, surplus = set(names) - layout.tensors.keys(), layout.tensors.keys() - set(names)
     if lacking:
         raise IncompleteSourceError(
-            f"{path}: lacks {len(lacking)} tensors that the index names, such as {min(lacking)}"
+            f"{path}: lacks {len(lacking)} tensors that the index names, such as {printable(min(lacking))}"
         )
     if surplus:
-        raise SchemaError(f"{path}: holds {len(surplus)} tensors that the index does not name, such as {min(surplus)}")
+        raise SchemaError(
+            f"{path}: holds {len(surplus)} tensors that the index does not name, such as {printable(min(surplus))}"
+        )
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

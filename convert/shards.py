@@ -78,14 +78,21 @@ def files_like(base: SafetensorsReader, recipes: Sequence[Recipe]) -> list[Outpu
     return files
 
 
-def index_bytes(files: Sequence[OutputFile]) -> bytes | None:
-    """The index of a model in several files; None for a model in the one file that needs none."""
+def index_bytes(files: Sequence[OutputFile], base: SafetensorsReader | None = None) -> bytes | None:
+    """The index of a model in several files; None for a model in the one file that needs none. base: the model whose
+    files these are like; its index stays as it is, but for the size of tensors that changed their dtype."""
     if [file.name for file in files] == [SINGLE_FILE]:
         return None
     infos: dict[str, TensorInfo] = {name: info for file in files for name, info in file.layout.tensors.items()}
     weight_map = {tensor: file.name for file in files for tensor in file.layout.tensors}
-    index = {
-        "metadata": {"total_size": sum(info.nbytes for info in infos.values())},
-        "weight_map": {name: weight_map[name] for name in sorted(weight_map, key=natural)},
-    }
+    size = sum(info.nbytes for info in infos.values())
+    if base is not None and base.index is not None:
+        if size == sum(info.nbytes for info in base.tensors.values()):
+            return base.index
+        index = json.loads(base.index)
+        stated = index.get("metadata")
+        index = {**index, "metadata": {**(stated if isinstance(stated, dict) else {}), "total_size": size}}
+    else:
+        ordered = {name: weight_map[name] for name in sorted(weight_map, key=natural)}
+        index = {"metadata": {"total_size": size}, "weight_map": ordered}
     return (json.dumps(index, indent=2) + "\n").encode()

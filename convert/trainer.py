@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from convert.assemble import Base, Origin, into, open_base
+from convert.assemble import Base, Origin, base_files, into, open_base
 from convert.dcp import DcpReader
 from convert.dcp_index import METADATA_FILE
 from convert.engine import resolve
 from convert.families import Model, expected, expert_form
 from convert.job import Conversion
 from convert.ledger import check_ledger, recipes
-from convert.model_config import carried_files
 from convert.patterns import some
 from convert.rules import Copy, Drop, Rule, inverse, prefixed, rename
+from convert.small_files import read_object, read_small
 from convert.tables.experts import FORMS
 from convert.tables.hub import FAMILIES
 from convert.tables.trainer import ROOT, STYLES, Names
@@ -74,12 +73,14 @@ def hf_to_dcp_conversion(source: Path, style: str = "native", dtype: torch.dtype
     wanted = {name: assembly.shape for name, assembly in resolve(rules, complete, geometry).made.items()}
     resolution = resolve(rules, tensors, geometry)
     check_ledger(resolution, tensors, wanted)
+    made = tuple(recipes(resolution, tensors, {}, dtype))
+    written = tensors if dtype is None else {name: TensorInfo(info.shape, dtype) for name, info in tensors.items()}
     return Conversion(
         direction="hf-to-dcp",
         source=source.resolve().name,
         reader=base.reader,
-        recipes=tuple(recipes(resolution, tensors, {}, dtype)),
-        files={**carried_files(source), "config.json": (source / "config.json").read_bytes()},
+        recipes=made,
+        files=base_files(base, written),
         dropped=resolution.dropped,
         as_dcp=True,
     )
@@ -93,8 +94,8 @@ def find_step(source: Path) -> tuple[Path, Path]:
     step = source
     latest = source / LATEST_FILE
     if latest.is_file():
-        name = latest.read_text(encoding="utf8", errors="replace").strip()
-        if not name or Path(name).name != name or name in (".", ".."):
+        name = read_small(latest, 4096).decode("utf8", "replace").strip()
+        if not name.isprintable() or Path(name).name != name or name in ("", ".", ".."):
             raise ConfigError(f"{latest}: says {name[:60]!r}, which is no directory beside it")
         step = source / name
         if not step.is_dir():
@@ -185,10 +186,7 @@ def _check_family(step: Path, model: Model) -> None:
     path = step / STATE_FILE
     if not path.is_file():
         return
-    try:
-        stated = json.loads(path.read_bytes()).get("family")
-    except (ValueError, AttributeError) as error:
-        raise IncompleteSourceError(f"{path}: is damaged: {error}") from error
+    stated = read_object(path, IncompleteSourceError).get("family")
     ours = model.family.model_type.removesuffix("_thinker")
-    if stated in FAMILIES and stated.removesuffix("_thinker") != ours:
+    if isinstance(stated, str) and stated in FAMILIES and stated.removesuffix("_thinker") != ours:
         raise ConfigError(f"{path}: the checkpoint is a {stated}, the base a {model.family.model_type}")

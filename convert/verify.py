@@ -6,7 +6,6 @@ but should be looked at (a tensor that became zero, low cosine, nothing trained)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,7 @@ from convert.job import Conversion
 from convert.output import REPORT
 from convert.patterns import some
 from convert.safetensors_io import SafetensorsReader
+from convert.small_files import read_object
 from convert.tensors import TensorInfo, TensorReader
 from convert.threads import Progress, Task, run_all
 from schemas.errors import ConfigError, VerificationError
@@ -94,7 +94,7 @@ def verify(
 
     against: a model of the same family, usually the base. wanted: names, shapes and dtypes that the output must have;
     by default those of its config.json and the dtypes of `against`. progress: told bytes of the output as they are
-    read. ConfigError, IncompleteSourceError, SchemaError for a directory that cannot be read at all.
+    read. ConfigError, IncompleteSourceError, SchemaError, UnsupportedError for a directory that cannot be read at all.
     """
     reader = SafetensorsReader(output)
     model = _model(output, reader)
@@ -139,7 +139,7 @@ def _counterparts(
     model: Model, reader: SafetensorsReader, base_model: Model, base: SafetensorsReader, result: Verification
 ) -> dict[str, Counterpart]:
     """Output tensor -> the base's; fused experts of the other layout are compared transposed."""
-    if base_model.family != model.family:
+    if base_model.family.model_type != model.family.model_type:
         raise ConfigError(
             f"{base.folder} is a {base_model.family.model_type}, the output a {model.family.model_type}; "
             "compare with a model of the same family, or the logits with --logits"
@@ -148,19 +148,27 @@ def _counterparts(
     experts = f"{model.family.text}layers."
     found: dict[str, Counterpart] = {}
     for name, info in reader.tensors.items():
-        if name not in base.tensors:
+        theirs = _theirs(name, model, base_model)
+        if theirs not in base.tensors:
             continue
         fused = name.startswith(experts) and name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
         transposed = fused and forms[0] != forms[1]
-        shape = base.tensors[name].shape
+        shape = base.tensors[theirs].shape
         shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
         if shape == info.shape:
-            found[name] = Counterpart(base, name, transposed)
+            found[name] = Counterpart(base, theirs, transposed)
         else:
-            result.warnings.append(f"{name} is {info}, in the base {base.tensors[name]}: not compared")
+            result.warnings.append(f"{name} is {info}, in the base {base.tensors[theirs]}: not compared")
     if forms[0] != forms[1]:
         result.warnings.append(f"experts are stored as {forms[0]!r} here, as {forms[1]!r} in the base")
     return found
+
+
+def _theirs(name: str, model: Model, base: Model) -> str:
+    """The base's name of a tensor: the same, but for a `thinker.` that one of the two does not have."""
+    if model.family.head == base.family.head or (model.family.rest and name.startswith(model.family.rest)):
+        return name
+    return base.family.head + name.removeprefix(model.family.head)
 
 
 def _check_infos(tensors: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo], result: Verification) -> None:
@@ -179,9 +187,7 @@ def _check_names(model: Model, reader: SafetensorsReader, result: Verification) 
     form = expert_form(model, reader.tensors)
     shapes = expected(model, None if form == "none" else form)
     rest = {name for name in reader.tensors if name.startswith(model.family.rest)} if model.family.rest else set()
-    head = f"{model.family.head}lm_head.weight"
-    tied = {head} if model.tied and head in reader.tensors else set()
-    _check_sets(set(reader.tensors) - rest - tied, set(shapes), result)
+    _check_sets(set(reader.tensors) - rest, set(shapes), result)
     if model.family.rest and not rest:
         result.warnings.append(f"no tensor of {', '.join(model.family.rest)}*: the model cannot speak")
     wrong = [
@@ -191,6 +197,9 @@ def _check_names(model: Model, reader: SafetensorsReader, result: Verification) 
     ]
     if wrong:
         result.faults.append(f"{len(wrong)} tensors have another shape than config.json says: {'; '.join(wrong[:8])}")
+    numbers = [name for name in shapes if name in reader.tensors and not reader.tensors[name].dtype.is_floating_point]
+    if numbers:
+        result.faults.append(f"{len(numbers)} tensors hold whole numbers, which are no weights: {some(numbers)}")
 
 
 def _check_sets(there: set[str], wanted: set[str], result: Verification) -> None:
@@ -253,9 +262,9 @@ def _check_record(output: Path, result: Verification) -> None:
     if not path.is_file():
         return
     try:
-        record = json.loads(path.read_bytes())
+        record = read_object(path)
         hashes = dict(record.get("xxh3_64") or {})
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ConfigError, ValueError, TypeError) as error:
         result.faults.append(f"{path} is damaged: {error}")
         return
     changed = [tensor.name for tensor in result.tensors if hashes.get(tensor.name, tensor.digest) != tensor.digest]

@@ -18,7 +18,7 @@ import xxhash
 from convert.fill import slabs
 from convert.ledger import Recipe
 from convert.output import OutputDirectory
-from convert.safetensors_io import INDEX_FILE, raw_bytes
+from convert.safetensors_io import INDEX_FILE, SafetensorsReader, raw_bytes
 from convert.shards import OutputFile, index_bytes
 from convert.tensors import TensorReader
 from convert.threads import Progress, Task, run_all
@@ -31,8 +31,9 @@ _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 class SafetensorsOutput:
     """The weight files of a model directory; see `convert.job.Output`."""
 
-    def __init__(self, files: Sequence[OutputFile]) -> None:
-        self.files = tuple(files)
+    def __init__(self, files: Sequence[OutputFile], base: SafetensorsReader | None = None) -> None:
+        """base: the model whose files these are like."""
+        self.files, self._base = tuple(files), base
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -57,7 +58,7 @@ class SafetensorsOutput:
                 output.close()
 
     def small_files(self, out: OutputDirectory) -> Mapping[str, bytes]:
-        index = index_bytes(self.files)
+        index = index_bytes(self.files, self._base)
         return {} if index is None else {INDEX_FILE: index}
 
     def _tasks(

@@ -130,7 +130,11 @@ class Family:
     rest: tuple[str, ...] = ()
 
 
-def _thinker(model_type: str, architecture: str, prefix: str, at: tuple[str, ...], rest: tuple[str, ...]) -> Family:
+def _thinker(model_type: str, prefix: str) -> Family:
+    """A whole Qwen3-Omni or its thinker alone, whose names begin with `prefix`."""
+    whole = model_type == "qwen3_omni_moe"
+    architecture = f"Qwen3OmniMoe{'' if whole else 'Thinker'}ForConditionalGeneration"
+    at, rest = (("thinker_config",), ("talker.", "code2wav.")) if whole else ((), ())
     parts = (
         (f"{prefix}model.", TEXT),
         (f"{prefix}visual.", VISION + OMNI_MERGERS),
@@ -159,13 +163,12 @@ FAMILIES: dict[str, Family] = {
         _text("qwen3_moe", "Qwen3MoeForCausalLM"),
         _vl("qwen3_vl", "Qwen3VLForConditionalGeneration"),
         _vl("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
-        _thinker(
-            "qwen3_omni_moe",
-            "Qwen3OmniMoeForConditionalGeneration",
-            "thinker.",
-            ("thinker_config",),
-            ("talker.", "code2wav."),
-        ),
-        _thinker("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "", (), ()),
+        _thinker("qwen3_omni_moe", "thinker."),
+        _thinker("qwen3_omni_moe_thinker", ""),
     )
+}
+# a thinker taken out of a whole model keeps the prefix when transformers 5 saves it; the other way round it lacks it
+OTHER_NAMES: dict[str, Family] = {
+    "qwen3_omni_moe": _thinker("qwen3_omni_moe", ""),
+    "qwen3_omni_moe_thinker": _thinker("qwen3_omni_moe_thinker", "thinker."),
 }

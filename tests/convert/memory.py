@@ -41,7 +41,7 @@ def apply(
     reader = MemoryReader(values)
     resolution = resolve(rules, reader.tensors, geometry)
     check_ledger(resolution, reader.tensors, {name: made.shape for name, made in resolution.made.items()})
-    made = {recipe.target: recipe for recipe in recipes(resolution, reader.tensors, {})}
+    made = {recipe.target: recipe for recipe in recipes(resolution, reader.tensors, {}, whole_numbers=resolution.made)}
     return {name: _joined(list(slabs(recipe, reader, limit))) for name, recipe in made.items()}
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
+)
 
 IDS = {
     "audio_token_id": 301,
@@ -179,3 +186,23 @@ def _split(folder: Path, shards: int) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def make_text(folder: Path, *, tied: bool = False, moe: bool = True, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny Qwen3 or Qwen3-MoE with random weights and small files."""
+    torch.manual_seed(1)
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 128, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    if moe:
+        experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    model.to(dtype).save_pretrained(folder)
+    write_small_files(folder)
+    return folder

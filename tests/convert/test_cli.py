@@ -113,7 +113,7 @@ def test_damaged_sources_have_exit_codes_of_their_own(
     index = {"weight_map": {expert: "../nan/model.safetensors"}}
     (tmp_path / "unsafe" / "model.safetensors.index.json").write_text(json.dumps(index))
     codes = {name: outcome(name) for name in ("nan", "missing", "unknown", "shape", "truncated", "unsafe")}
-    assert codes == {"nan": 4, "missing": 8, "unknown": 7, "shape": 4, "truncated": 8, "unsafe": 6}
+    assert codes == {"nan": 4, "missing": 8, "unknown": 7, "shape": 7, "truncated": 8, "unsafe": 6}
     said = capsys.readouterr().err
     assert said.count("error: ") == 6
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from convert import write
 from convert.directions import omni_to_vl_conversion, vl_to_omni_conversion
@@ -101,7 +102,7 @@ def test_other_output_is_not_overwritten(omni: Path, finished: Path, tmp_path: P
         convert(omni_to_vl_conversion(omni), tmp_path / "out")
 
 
-class StopAfter(Exception):  # noqa: N818 - it stands for a kill
+class StopAfter(BaseException):
     pass
 
 
@@ -180,7 +181,7 @@ def test_full_disk_can_be_resumed(omni: Path, finished: Path, tmp_path: Path, mo
         real(descriptor, data, offset)
 
     monkeypatch.setattr(write, "write_all", full)
-    with pytest.raises(ResumableError, match="No space left"):
+    with pytest.raises(ResumableError, match="no space left"):
         convert(omni_to_vl_conversion(omni), tmp_path / "vl")
     monkeypatch.undo()
     assert finished_files(tmp_path / "vl")
@@ -245,3 +246,20 @@ def test_kill_at_any_moment_then_run_again(tmp_path: Path) -> None:
     after = weight_files(output)
     assert {name: after[name] for name in before} == before
     assert same_directories(output, straight)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_index_of_a_base_stays_as_it_is(omni: Path, finished: Path, tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """Its order, what else stands in it; only the size follows the dtypes."""
+    base = make_omni(tmp_path / "base", shards=3)
+    path = base / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["metadata"] = {"total_parameters": 7, **index["metadata"], "note": "x"}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    convert(vl_to_omni_conversion(finished, base, dtype), tmp_path / "out")
+    after = (tmp_path / "out" / "model.safetensors.index.json").read_bytes()
+    assert (after == path.read_bytes()) == (dtype is None)
+    made = json.loads(after)
+    assert list(made["weight_map"].items()) == sorted(index["weight_map"].items())
+    size = sum(tensor.nbytes for tensor in read_weights(tmp_path / "out").values())
+    assert made["metadata"] == {"total_parameters": 7, "total_size": size, "note": "x"}

@@ -16,7 +16,7 @@ from convert.directions import omni_to_vl_conversion
 from convert.job import Conversion, Options, run
 from convert.lora import merge_lora_conversion
 from convert.verify import verify_conversion
-from schemas.errors import ConfigError, IncompleteSourceError, SchemaError, UnsupportedError
+from schemas.errors import ConfigError, IncompleteSourceError, UnsupportedError
 from tests.convert.models import make_omni, read_weights
 
 R, ALPHA, E, H, I = 3, 7, 8, 32, 24  # noqa: E741 - the field's letters
@@ -186,11 +186,16 @@ REFUSED: list[tuple[dict[str, torch.Tensor | None], dict[str, Any], type[Excepti
     (factors(f"{TEXT}9.self_attn.q_proj", H, 40), {}, UnsupportedError, r"layers\.9\.self_attn\.q_proj"),
     ({f"{Q}.lora_B.weight": None}, {}, IncompleteSourceError, r"lora_A\.weight has no .*lora_B\.weight"),
     ({f"{Q}.lora_A.weight": None}, {}, IncompleteSourceError, r"lora_B\.weight has no .*lora_A\.weight"),
-    ({f"{Q}.lora_A.weight": torch.zeros(R, H + 1)}, {}, SchemaError, r"\[3, 33\].*do not fit .*q_proj"),
-    (factors(FUSED, H + 1, 2 * I, R * E), {}, SchemaError, "fits nothing"),
-    (factors(FUSED, H, 2 * I, R * E), {"r": 5}, SchemaError, "fits nothing"),
+    ({f"{Q}.lora_A.weight": torch.zeros(R, H + 1)}, {}, UnsupportedError, r"\[3, 33\].*do not fit .*q_proj"),
+    (factors(FUSED, H + 1, 2 * I, R * E), {}, UnsupportedError, "fits nothing"),
+    (factors(FUSED, H, 2 * I, R * E), {"r": 5}, UnsupportedError, "fits nothing"),
     ({f"{Q}.lora_magnitude_vector": torch.ones(40)}, {}, UnsupportedError, "lora_magnitude_vector"),
-    ({f"{TEXT}0.self_attn.k_proj.weight": torch.ones(3, H)}, {}, SchemaError, r"k_proj\.weight is float32 \[3, 32\]"),
+    (
+        {f"{TEXT}0.self_attn.k_proj.weight": torch.ones(3, H)},
+        {},
+        UnsupportedError,
+        r"k_proj\.weight is float32 \[3, 32\]",
+    ),
     ({}, {"use_dora": True}, UnsupportedError, "use_dora is True"),
     ({}, {"bias": "all"}, UnsupportedError, "bias is 'all'"),
     ({}, {"peft_type": "LOHA"}, UnsupportedError, "peft_type is 'LOHA'"),

@@ -25,7 +25,7 @@ from convert.directions import (
 )
 from convert.job import Conversion, Options, run
 from convert.verify import verify_conversion
-from schemas.errors import IncompleteSourceError, SchemaError, UnsupportedError
+from schemas.errors import IncompleteSourceError, UnsupportedError
 from tests.convert.models import IDS, edit_config, make_omni, read_weights, rewrite_weights
 
 
@@ -226,13 +226,13 @@ def test_unknown_tensor_is_named(damaged: Path) -> None:
 
 def test_more_experts_than_the_configuration_says(damaged: Path) -> None:
     edit_config(damaged, "thinker_config", "text_config", num_experts=6)
-    with pytest.raises(SchemaError, match=r"6 of \{expert\}.*experts\.[67]"):
+    with pytest.raises(UnsupportedError, match=r"6 of \{expert\}.*experts\.[67]"):
         omni_to_vl_conversion(damaged)
 
 
 def test_shape_that_the_configuration_contradicts(damaged: Path) -> None:
     edit_config(damaged, "thinker_config", "text_config", num_key_value_heads=4)
-    with pytest.raises(SchemaError, match=r"k_proj\.weight would be \[20, 32\], config\.json says \[40, 32\]"):
+    with pytest.raises(UnsupportedError, match=r"k_proj\.weight would be \[20, 32\], config\.json says \[40, 32\]"):
         omni_to_vl_conversion(damaged)
 
 
@@ -250,7 +250,7 @@ def test_nan_leaves_no_output(damaged: Path, tmp_path: Path) -> None:
 def test_base_of_another_meaning_is_refused(omni: Path, vl: Path, tmp_path: Path) -> None:
     shutil.copytree(omni, tmp_path / "base")
     edit_config(tmp_path / "base", "thinker_config", "text_config", num_experts_per_tok=3)
-    with pytest.raises(SchemaError, match=r"num_experts_per_tok is 2 .* and 3 "):
+    with pytest.raises(UnsupportedError, match=r"num_experts_per_tok is 2 .* and 3 "):
         vl_to_omni_conversion(vl, tmp_path / "base")
 
 

@@ -39,7 +39,7 @@ from convert.tables.omni_vl import OMNI_TO_VL, VL_TO_OMNI
 from convert.tables.trainer import STYLES
 from convert.tensors import TensorInfo
 from convert.trainer import to_hub
-from schemas.errors import IncompleteSourceError, SchemaError, UnsupportedError
+from schemas.errors import IncompleteSourceError, UnsupportedError
 from tests.convert.memory import MemoryReader, apply
 from tests.convert.models import omni_config
 
@@ -207,7 +207,7 @@ def test_missing_member_of_a_stack() -> None:
 
 def test_surplus_member_of_a_stack() -> None:
     rule = Map(("e.{expert}",), ("fused",), (Stack("expert"),))
-    with pytest.raises(SchemaError, match=r"3 of \{expert\}.*: e\.3"):
+    with pytest.raises(UnsupportedError, match=r"3 of \{expert\}.*: e\.3"):
         resolve((rule,), infos(e_0=(2,), e_1=(2,), e_2=(2,), e_3=(2,)), GEOMETRY)
 
 
@@ -228,12 +228,12 @@ def test_missing_part_of_a_fuse() -> None:
 )
 def test_shapes_that_do_not_fit(steps: tuple, shape: tuple[int, ...], says: str) -> None:
     targets = ("y{expert}",) if isinstance(steps[0], Unstack) else ("y", "z")
-    with pytest.raises(SchemaError, match=rf"^x: .*{says}"):
+    with pytest.raises(UnsupportedError, match=rf"^x: .*{says}"):
         resolve((Map(("x",), targets, steps),), infos(x=shape), GEOMETRY)
 
 
 def test_target_made_twice() -> None:
-    with pytest.raises(SchemaError, match=r"^y is made twice: by q and by p"):
+    with pytest.raises(UnsupportedError, match=r"^y is made twice: by q and by p"):
         resolve((rename("p", "y"), rename("q", "y")), infos(p=(1,), q=(1,)), GEOMETRY)
 
 
@@ -245,7 +245,7 @@ def test_ledger_names_missing_surplus_and_wrong_shapes() -> None:
         check_ledger(resolution, tensors, {"y": (2, 3), "z": (1,)})
     with pytest.raises(UnsupportedError, match=r"no place in the target model: y"):
         check_ledger(resolution, tensors, {})
-    with pytest.raises(SchemaError, match=r"y would be \[2, 3\], config.json says \[3, 2\]"):
+    with pytest.raises(UnsupportedError, match=r"y would be \[2, 3\], config.json says \[3, 2\]"):
         check_ledger(resolution, tensors, {"y": (3, 2)})
 
 
@@ -255,14 +255,14 @@ def test_ledger_counts_every_element() -> None:
     resolution = resolve((Map(("x",), ("y",), (Slice(0, 2, "padding"),)),), tensors, GEOMETRY)
     check_ledger(resolution, tensors, {"y": (2, 3)})
     resolution.sliced.clear()
-    with pytest.raises(SchemaError, match=r"x: 6 of 12 elements are used, 0 sliced away"):
+    with pytest.raises(UnsupportedError, match=r"x: 6 of 12 elements are used, 0 sliced away"):
         check_ledger(resolution, tensors, {"y": (2, 3)})
 
 
 def test_mixed_types_need_a_decision() -> None:
     tensors = {"p": TensorInfo((2,), torch.float32), "q": TensorInfo((2,), torch.bfloat16)}
     resolution = resolve((Map(("p", "q"), ("y",), (Fuse(0, (2, 2)),)),), tensors, GEOMETRY)
-    with pytest.raises(SchemaError, match=r"y would mix the types bfloat16, float32"):
+    with pytest.raises(UnsupportedError, match=r"y would mix the types bfloat16, float32"):
         recipes(resolution, tensors, {})
     assert recipes(resolution, tensors, {"y": torch.float16})[0].info.dtype == torch.float16
     values = {"p": torch.tensor([1.0, 2.0]), "q": torch.tensor([3.0, 4.0]).bfloat16()}

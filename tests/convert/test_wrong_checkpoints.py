@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from convert.dcp import DcpReader
 from jobs.cli import main
+from tests.convert.dcp_factory import save_megatron
+from tests.convert.megatron_factory import language_model
+from tests.convert.models import read_weights
 from tests.convert.refusing import (
     EMBEDDING,
     INCOMPLETE,
@@ -77,7 +82,7 @@ CHANGES: dict[str, tuple[Callable[[Tensors], Any], int, str]] = {
     "a missing embedding": (lambda t: t.pop(EMBEDDING), INCOMPLETE, EMBEDDING),
     "a short vocabulary": (lambda t: t.update({EMBEDDING: t[EMBEDDING][:99].clone()}), INCOMPLETE, "99 rows"),
     "both norm places": (
-        lambda t: t.update({"decoder.layers.0.pre_mlp_layernorm.weight": torch.ones(32)}), VERIFICATION, "twice"
+        lambda t: t.update({"decoder.layers.0.pre_mlp_layernorm.weight": torch.ones(32)}), UNSUPPORTED, "twice"
     ),
     "repeated k and v": (
         lambda t: t.update({"decoder.layers.0.self_attention.linear_qkv.weight": torch.zeros(144, 32)}),
@@ -181,3 +186,62 @@ def test_no_base(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["convert", "megatron-to-hf", str(source), str(source.parent / "out")])
     assert ended.value.code == USAGE and "--base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tail", ["mlp.surprise.weight", "self_attention.linear_gate.weight", "surprise"])
+def test_an_unknown_stacked_name_is_unknown_before_it_is_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tail: str
+) -> None:
+    """Its first dimension is no number of layers, but that is not what is wrong with it."""
+    with DcpReader(MEGATRON / "tp1" / "iter_0000001") as reader:
+        tensors = {name: reader.read(name) for name in reader.tensors}
+    source = save_megatron(tmp_path / "changed", tensors | {f"decoder.layers.{tail}": torch.zeros(2, 3)})
+    code, message = convert(source, capsys, "--base", str(MEGATRON / "tp1" / "hf_ref"))
+    assert code == UNSUPPORTED and f"decoder.layers.{tail}" in message
+
+
+@pytest.mark.parametrize("grouped", [False, None, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_without_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], grouped: bool | None, kv_heads: int
+) -> None:
+    """Megatron records one query group, its default, although no groups are made and every head has its own k and v."""
+    base = tmp_path / "base"
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=56,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=kv_heads,
+            head_dim=8,
+            tie_word_embeddings=False,
+        )
+    )
+    model.save_pretrained(base)
+    weights = read_weights(base)
+    source = save_megatron(tmp_path / "changed", language_model(weights, "model.", "", kv_heads))
+    arguments = {"num_attention_heads": 4, "num_query_groups": 1, "group_query_attention": grouped, "kv_channels": 8}
+    torch.save({"args": argparse.Namespace(**arguments), "iteration": 3}, source / "common.pt")
+    code, message = convert(source, capsys, "--base", str(base))
+    if grouped or kv_heads == 2:
+        assert code == UNSUPPORTED and "num_query_groups" in message
+        return
+    assert code == 0
+    made = read_weights(tmp_path / "out")
+    assert made.keys() == weights.keys() and all(torch.equal(made[name], weights[name]) for name in weights)
+
+
+def test_one_group_that_may_be_a_default(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing says whether there are groups; the shapes do."""
+    torch.save({"args": argparse.Namespace(num_query_groups=1)}, source / "common.pt")
+    assert convert(source, capsys)[0] == 0
+
+
+@pytest.mark.parametrize("value", [0, 1, "no", [], 1.0])
+def test_arguments_of_another_kind(source: Path, capsys: pytest.CaptureFixture[str], value: Any) -> None:
+    """`0 == False` for Python, but no training run writes it: it is not known what is meant."""
+    torch.save({"args": argparse.Namespace(rotary_interleaved=value)}, source / "common.pt")
+    code, message = convert(source, capsys)
+    assert code == UNSUPPORTED and "rotary_interleaved" in message
