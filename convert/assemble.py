@@ -56,7 +56,7 @@ def open_base(folder: Path) -> Base:
     model = model_of(config, str(folder / "config.json"), reader.tensors if reader else None)
     if reader is not None:
         return Base(folder, model, reader, expert_form(model, reader.tensors))
-    if model.family.audio_at is not None:
+    if model.family.rest:
         raise ConfigError(
             f"{folder}: has no weights; a {model.family.model_type} is written with the tensors of its base that the "
             "source does not have"

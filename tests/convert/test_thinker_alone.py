@@ -21,6 +21,7 @@ from convert.job import Conversion, Options, run
 from convert.megatron_to_hf import megatron_to_hf_conversion
 from convert.trainer import dcp_to_hf_conversion, hf_to_dcp_conversion
 from convert.verify import verify, verify_conversion
+from schemas.errors import ConfigError, IncompleteSourceError
 from tests.convert.dcp_factory import save_megatron
 from tests.convert.megatron_factory import hub_tower, language_model
 from tests.convert.models import read_weights, rewrite_weights, write_small_files
@@ -112,3 +113,25 @@ def test_megatron_into_a_thinker(omni: Path, thinker: Path, tmp_path: Path) -> N
         whole = "thinker." + name.removeprefix("thinker.")
         wanted = read_weights(thinker)[name] if "audio_tower." in name else weights[whole]
         assert torch.equal(tensor, wanted), name
+
+
+def test_a_trained_thinker_needs_no_weights_of_a_base(omni: Path, tmp_path: Path) -> None:
+    """A run that began with random weights has only its config.json; a tower that is missing is still an error."""
+    thinker = tmp_path / "model"
+    Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(omni).save_pretrained(thinker)
+    rewrite_weights(thinker, {n.removeprefix("thinker."): tensor for n, tensor in read_weights(thinker).items()})
+    trained = convert(hf_to_dcp_conversion(thinker), tmp_path / "trained")
+    back = convert(dcp_to_hf_conversion(trained, None), tmp_path / "back")
+    weights = read_weights(thinker)
+    found = read_weights(back)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    rewrite_weights(thinker, {name: tensor for name, tensor in weights.items() if not name.startswith("visual.")})
+    with pytest.raises(IncompleteSourceError, match=r"visual\."):
+        convert(hf_to_dcp_conversion(thinker), tmp_path / "without")
+    (thinker / "model.safetensors").unlink()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "config.json").write_bytes((omni / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match="has no weights"):
+        dcp_to_hf_conversion(trained, whole)
