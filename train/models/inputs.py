@@ -17,6 +17,21 @@ Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
+class RowExchange:
+    """One rank's part in bringing one tower's embeddings to the ranks that own their tokens.
+
+    send_index: int64 [sent], which of this rank's embeddings to send, ordered by destination, None = all in order;
+    send_counts, recv_counts: rows to and from each rank; recv_rows: int64 [received], rows of this slice that those
+    which come fill.
+    """
+
+    send_index: Tensor | None
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
+    recv_rows: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class ModelInputs:
     """One packed micro-batch on the compute device.
 
@@ -30,8 +45,9 @@ class ModelInputs:
     patches: [P, channels * temporal_patch * patch_size ** 2], rows of one merged patch following one another; grids:
     (t, h, w) in patches of each vision piece, adding up to P; mel: [num_mel, M], log-mel frames; mel_lengths: frames of
     each audio piece, adding up to M; a piece starts where a window of the audio tower starts;
-    vision_rows, audio_rows: int64 [n], rows that the towers' outputs fill, in the order of these outputs; sequence
-    parallelism replaces `merge`, which alone reads them;
+    vision_rows, audio_rows: int64 [n], rows that the towers' outputs fill, in the order of these outputs; under
+    sequence parallelism None, and vision_exchange, audio_exchange say where the outputs go; `merge`, which sequence
+    parallelism replaces, alone reads them;
     dummy_vision, dummy_audio: run that tower on a unit of zeros when there is nothing for it, and add 0 x its result,
     so that every rank takes part in its collectives and each of its parameters gets a gradient.
     """
@@ -49,6 +65,8 @@ class ModelInputs:
     mel_lengths: Sequence[int] = ()
     vision_rows: Tensor | None = None
     audio_rows: Tensor | None = None
+    vision_exchange: RowExchange | None = None
+    audio_exchange: RowExchange | None = None
     dummy_vision: bool = False
     dummy_audio: bool = False
 
