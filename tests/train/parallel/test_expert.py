@@ -1,0 +1,203 @@
+"""Experts of several ranks against all experts in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from schemas.errors import ConfigError
+from schemas.strict import check_config
+from tests import dist as processes
+from tests.train.models import families
+from tests.train.parallel.steps import FP32, meta_model
+from train.config_trainer import AcceleratorConfig
+from train.mesh import Mesh
+from train.models.moe import Experts
+from train.models.spec import fsdp_blocks
+from train.ops import moe, moe_grouped_mm
+from train.ops.lora_types import ExpertLora
+from train.ops.registry import eager_ops
+from train.parallel.apply import apply_parallel
+from train.parallel.expert import ExpertParallel, apply_expert_parallel
+
+EXPERTS, HIDDEN, INNER, CHOICES, RANK = 8, 16, 12, 3, 2
+BACKENDS = {"eager": moe.eager, "grouped_mm": moe_grouped_mm.grouped_mm}
+# rows of each of four ranks; two ranks take two each; only: experts that are chosen among
+CASES: dict[str, tuple[tuple[int, ...], range]] = {
+    "even": ((9, 9, 9, 9), range(EXPERTS)),
+    "more experts than rows": ((1, 1, 1, 0), range(EXPERTS)),
+    "rows for the first rank alone": ((5, 0, 7, 3), range(3)),
+    "rows for the last rank alone": ((5, 2, 0, 3), range(5, EXPERTS)),
+    "no rows": ((0, 0, 0, 0), range(EXPERTS)),
+}
+
+
+def layer() -> dict[str, Tensor]:
+    """Weights and adapters: of each expert for the down product, shared a and own b for the others."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {
+        "gate_up": (EXPERTS, 2 * INNER, HIDDEN),
+        "down": (EXPERTS, HIDDEN, INNER),
+        "gate_a": (1, RANK, HIDDEN),
+        "gate_b": (EXPERTS, INNER, RANK),
+        "up_a": (1, RANK, HIDDEN),
+        "up_b": (1, INNER, RANK),
+        "down_a": (EXPERTS, RANK, INNER),
+        "down_b": (EXPERTS, HIDDEN, RANK),
+    }
+    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+
+
+def rows_of(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
+    """x, ids, weights and a gradient of the output, of one rank of 1, 2 or 4."""
+    counts, chosen = CASES[case]
+    generator = torch.Generator().manual_seed(6)
+    total = sum(counts)
+    x, gradient = (torch.randn(total, HIDDEN, generator=generator) for _ in range(2))
+    ids = torch.rand(total, len(chosen), generator=generator).argsort(1)[:, :CHOICES]
+    weights = torch.rand(total, CHOICES, generator=generator)
+    share = 4 // ranks
+    first, last = sum(counts[: rank * share]), sum(counts[: (rank + 1) * share])
+    whole = {"x": x, "ids": ids + chosen.start, "weights": weights, "gradient": gradient}
+    return {name: value[first:last] for name, value in whole.items()}
+
+
+def run(compute: Any, rows: dict[str, Tensor], weights: dict[str, Tensor], adapted: bool) -> dict[str, Tensor]:
+    """The output and every gradient; `weights` are leaves, some of them DTensors."""
+    x, shares = rows["x"].clone().requires_grad_(), rows["weights"].clone().requires_grad_()
+    lora = ExpertLora(**{n: w for n, w in weights.items() if n not in ("gate_up", "down")}, scale=0.7)
+    out = compute(x, rows["ids"], shares, weights["gate_up"], weights["down"], lora if adapted else None)
+    out.backward(rows["gradient"])
+    found = {"out": out.detach(), "x": x.grad, "weights": shares.grad}
+    found |= {name: weight.grad for name, weight in weights.items() if adapted or name in ("gate_up", "down")}
+    return {name: torch.zeros(()) if value is None else value for name, value in found.items()}
+
+
+def leaves(group: Any = None) -> dict[str, Tensor]:
+    """group: whose ranks hold parts of the experts; adapters stay whole but for one."""
+    found = {}
+    for name, value in layer().items():
+        if group is not None and name in ("gate_up", "down", "down_a"):
+            own = value.chunk(group.size())[group.get_local_rank()].clone()
+            found[name] = DTensor.from_local(own, group, [Shard(0)], run_check=False).requires_grad_()
+        else:
+            found[name] = value.clone().requires_grad_()
+    return found
+
+
+def _ranks() -> dict[tuple[str, str, bool], dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    found = {}
+    for backend, compute in BACKENDS.items():
+        for case in CASES:
+            for adapted in (False, True):
+                rows = rows_of(case, dist.get_rank(), dist.get_world_size())
+                parallel = ExpertParallel(compute, mesh.get_group())
+                got = run(parallel, rows, leaves(mesh), adapted)
+                for name in got.keys() - {"out", "x", "weights"}:
+                    if isinstance(got[name], DTensor):
+                        got[name] = got[name].full_tensor()
+                    else:
+                        dist.all_reduce(got[name])
+                found[backend, case, adapted] = got
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_equal_one_process(ranks: int) -> None:
+    found = processes.run(ranks, _ranks)
+    for (backend, case, adapted), first in found[0].items():
+        expected = run(moe.eager, rows_of(case, 0, 1), leaves(), adapted)
+        for name, want in expected.items():
+            parts = [rank[backend, case, adapted][name] for rank in found]
+            got = torch.cat(parts) if name in ("out", "x", "weights") else first[name]
+            assert torch.allclose(got, want.expand_as(got), rtol=1e-5, atol=1e-6), (backend, case, adapted, name)
+
+
+def _waits() -> int:
+    """How often one forward pass asks a tensor for its values on the host."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    rows, weights = rows_of("even", dist.get_rank(), dist.get_world_size()), leaves(mesh)
+    asked = 0
+
+    class Count(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal asked
+            names = {"tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "numpy", "bincount"}
+            asked += getattr(function, "__name__", "") in names
+            return function(*args, **(kwargs or {}))
+
+    with Count():
+        parallel = ExpertParallel(lambda x, ids, shares, gate_up, down, lora: x * shares, mesh.get_group())
+        parallel(rows["x"], rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
+    return asked
+
+
+def test_one_wait_for_the_device_per_layer() -> None:
+    assert processes.run(2, _waits) == [1, 1]
+
+
+def _placements() -> list[tuple[Any, ...]]:
+    """Of the experts' parameters under every pair of degrees, and what cannot be divided."""
+    found = []
+    for keys in ({"ep_size": 4}, {"ep_size": 2}, {"ep_size": 2, "dp_replicate_size": 2}):
+        config = check_config({"fsdp_config": FP32} | keys, AcceleratorConfig)
+        mesh = Mesh.make(config, 4, dist.get_rank(), torch.device("cpu"))
+        model = meta_model()
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.down_proj.requires_grad_(False)
+        apply_parallel(model, fsdp_blocks(model), mesh, config.fsdp_config)
+        parameter: Any = model.get_parameter("model.layers.1.mlp.experts.gate_up_proj")
+        frozen = model.get_parameter("model.layers.1.mlp.experts.down_proj")
+        assert parameter.requires_grad and not frozen.requires_grad
+        found.append((tuple(parameter.shape), str(parameter.placements), tuple(parameter.to_local().shape)))
+    text = {**families.TEXT, **families.MOE, "moe_intermediate_size": 21, "rope_parameters": families.MROPE}
+    odd = families.omni(text_config=text | {"hidden_size": 45, "head_dim": 16})
+    with torch.device("meta"):
+        wide = Experts(odd.text_config, eager_ops())
+    mesh = Mesh.make(check_config({"ep_size": 2}, AcceleratorConfig), 4, dist.get_rank(), torch.device("cpu"))
+    holder = torch.nn.ModuleDict({"experts": wide})
+    with pytest.raises(ConfigError, match=r"2 ranks hold the same experts.*experts.down_proj \(8, 45, 21\); raise ep_"):
+        apply_parallel(holder, [], mesh, check_config({"fsdp_config": FP32}, AcceleratorConfig).fsdp_config)
+    with torch.device("meta"):
+        three = torch.nn.ModuleDict({"experts": Experts(replace_experts(odd.text_config, 6), eager_ops())})
+    with pytest.raises(ConfigError, match=r"ep_size 4 does not divide the 6 experts of experts\.gate_up_proj"):
+        apply_expert_parallel(three, init_device_mesh("cpu", (4,), mesh_dim_names=("ep",)))
+    return found
+
+
+def replace_experts(config: Any, experts: int) -> Any:
+    config.num_experts = experts
+    return config
+
+
+def test_experts_are_sharded_over_both_dimensions() -> None:
+    found = processes.run(4, _placements)
+    assert all(rank == found[0] for rank in found)
+    assert found[0] == [
+        ((8, 40, 48), "(Shard(dim=1), Shard(dim=0))", (2, 40, 48)),
+        ((8, 40, 48), "(Shard(dim=1), Shard(dim=0))", (4, 20, 48)),
+        ((8, 40, 48), "(Replicate(), Shard(dim=1), Shard(dim=0))", (4, 40, 48)),
+    ]
+
+
+def test_choices_are_summed_and_spread() -> None:
+    """The two row functions are one another's transpose."""
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[2, 0], [1, 0], [0, 2], [1, 2]])
+    order = ids.reshape(-1).argsort(stable=True)
+    place = torch.empty_like(order).scatter(0, order, torch.arange(8)).view(4, 2)
+    from train.parallel.expert import _Collect, _Spread  # noqa: PLC0415
+
+    assert torch.autograd.gradcheck(lambda t: _Spread.apply(t, order // 2, place), x)
+    made = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: _Collect.apply(t, order // 2, place), made)
+    both = _Collect.apply(_Spread.apply(x, order // 2, place), order // 2, place)
+    assert torch.allclose(both, 2 * x)

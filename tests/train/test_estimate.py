@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from schemas.errors import ConfigError
+from schemas.strict import check_config
+from tests.train.data.loading import Setup, data_config
+from tests.train.models import families
+from tests.train.tiny import write_data
+from train.config import BatchConfig, TrainConfig
+from train.estimate import estimate_memory, estimate_steps, shard_numel
+from train.mesh import Degrees
+from train.models.omni_thinker import OmniThinker
+from train.models.spec import SPECS
+from train.ops.registry import eager_ops
+
+
+def model() -> OmniThinker:
+    with torch.device("meta"):
+        return OmniThinker(families.omni(), eager_ops())
+
+
+def train(**keys: Any) -> TrainConfig:
+    return check_config(keys, TrainConfig)
+
+
+def test_states_are_counted_exactly() -> None:
+    found = model()
+    total = sum(parameter.numel() for parameter in found.parameters())
+    made = estimate_memory(found, Degrees(), train(), 512)
+    assert (made.parameters, made.gradients, made.optimizer) == (4 * total, 4 * total, 8 * total)
+    assert made.gpu == 16 * total + made.gathered + made.activations + made.workspace and made.cpu == 0
+    found.visual.requires_grad_(False)
+    trained = total - sum(parameter.numel() for parameter in found.visual.parameters())
+    made = estimate_memory(found, Degrees(), train(), 512)
+    assert (made.parameters, made.gradients, made.optimizer) == (4 * total, 4 * trained, 8 * trained)
+
+
+def test_shards_are_those_of_torch() -> None:
+    for shape in ((7, 3), (1, 5), (8,), (2, 3, 4)):
+        tensor = torch.zeros(shape)
+        for ranks in (1, 2, 3, 4):
+            assert shard_numel(tensor, ranks) == tensor.chunk(ranks)[0].numel()
+
+
+def test_more_shards_take_less_and_replicas_the_same() -> None:
+    one, four, replicas = (
+        estimate_memory(model(), degrees, train(), 512) for degrees in (Degrees(), Degrees(1, 4), Degrees(4, 1))
+    )
+    assert four.parameters < 0.27 * one.parameters and replicas.parameters == one.parameters
+    moved = estimate_memory(model(), Degrees(1, 4), train(accelerator={"fsdp_config": {"offload": True}}), 512)
+    assert moved.cpu == four.parameters + four.gradients + four.optimizer
+    assert moved.gpu == four.gpu - moved.cpu
+    assert moved.lines()[0].endswith("(CPU)") and moved.lines()[-1].startswith("memory of each GPU")
+
+
+def test_checkpointing_and_shorter_slices_take_less() -> None:
+    kept = estimate_memory(model(), Degrees(), train(gradient_checkpointing={"enable": False}), 1 << 20)
+    again = estimate_memory(model(), Degrees(), train(), 1 << 20)
+    assert again.activations < kept.activations
+    sliced = estimate_memory(model(), Degrees(ulysses=2), train(), 1 << 20)
+    assert sliced.activations < again.activations
+
+
+def test_the_released_model_fits_where_it_is_known_to_fit() -> None:
+    """Qwen3-30B-A3B in float32 with AdamW: 16 bytes of state for each of 30.5e9 parameters over 64 GPUs."""
+    config = SPECS["qwen3_moe"].config_class(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    )  # fmt: skip
+    with torch.device("meta"):
+        found = SPECS["qwen3_moe"].build(config, eager_ops())
+    assert sum(parameter.numel() for parameter in found.parameters()) == 30_532_122_624
+    made = estimate_memory(found, Degrees(1, 64), train(), 16384)
+    states = made.parameters + made.gradients + made.optimizer
+    assert 1.0 <= states / (16 * 30_532_122_624 / 64) < 1.01
+    assert made.gpu < 80e9
+
+
+def test_steps_are_those_of_the_plan(tmp_path: Path) -> None:
+    batch = BatchConfig(global_batch_size=4, num_train_epochs=3)
+    setup = Setup(data_config(write_data(tmp_path), tmp_path / "cache"), batch)
+    found = estimate_steps(setup.plans, batch, Degrees(dp_shard=2))
+    loader = setup.loader()
+    first = [step for step in loader if step.epoch == 0]
+    assert (found.steps_per_epoch, found.total_steps, found.micro_steps) == (len(first), loader.total_steps(), 2)
+    tokens = sum(int(b.sample_tokens.sum()) for step in first for b in step.micro_batches)
+    assert found.tokens_per_step == tokens / len(first) and found.samples_per_step == 24 / len(first)
+    assert found.filled == tokens / (len(first) * 4 * 512)
+    assert found.lines()[0] == f"{len(first)} steps per epoch, {loader.total_steps()} in all"
+    assert estimate_steps(setup.plans, BatchConfig(global_batch_size=4, max_steps=7), Degrees()).total_steps == 7
+    with pytest.raises(ConfigError, match="2 sequences each, no multiple"):
+        estimate_steps(setup.plans, BatchConfig(global_batch_size=4, micro_batch_size=4), Degrees(dp_shard=2))

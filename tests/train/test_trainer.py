@@ -1,0 +1,174 @@
+"""The trainer as a whole, with a tiny Qwen3-Omni on clips with sound and text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from schemas.errors import ConfigError, ResumableError, UnsupportedError
+from tests import dist as processes
+from tests.train.tiny import omni_config, write_data
+from train.callbacks.base import Callback
+from train.step import StepResult
+from train.trainer import BaseTrainer, VLMTrainer, make_trainer
+
+STEPS = 6
+STOP_AFTER = 3
+
+
+class Watch(Callback):
+    """Keeps what the steps came to, and may stop or fail."""
+
+    def __init__(self, stop_after: int = 0, fail_after: int = 0) -> None:
+        self.stop_after, self.fail_after = stop_after, fail_after
+        self.losses: list[float] = []
+        self.rates: list[dict[str, float]] = []
+        self.calls: list[str] = []
+        self.evaluated: list[dict[str, float]] = []
+
+    def on_train_begin(self, trainer: BaseTrainer) -> None:
+        self.calls.append(f"begin {trainer.state.step}")
+
+    def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
+        total = result.loss_sum.clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        self.losses.append(float(total / result.step_tokens))
+        self.rates.append(result.lr)
+        trainer.should_stop = trainer.state.step == self.stop_after
+        if trainer.state.step == self.fail_after:
+            raise RuntimeError("a step failed")
+
+    def on_epoch_end(self, trainer: BaseTrainer) -> None:
+        self.calls.append(f"epoch {trainer.state.epoch}")
+
+    def on_evaluate(self, trainer: BaseTrainer, metrics: dict[str, float]) -> None:
+        self.evaluated.append(metrics)
+
+    def on_save(self, trainer: BaseTrainer, path: Path) -> None:
+        self.calls.append(f"save {path.name}")
+
+    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+        self.calls.append(type(error).__name__)
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        self.calls.append("end")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def test_an_interrupted_training_goes_on_bit_by_bit(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
+    keys: dict[str, Any] = {"max_steps": STEPS, "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2, "weight_decay": 0.1}}
+    whole = Watch()
+    state = make_trainer(omni_config(tmp_path / "whole", sources, **keys), callbacks=[whole]).train()
+    assert len(whole.losses) == STEPS and whole.losses[-1] < whole.losses[0] - 0.2
+    assert (state.step, state.samples) == (STEPS, 24 * STEPS // state_steps(state))
+    first, second = Watch(stop_after=STOP_AFTER), Watch()
+    config = omni_config(tmp_path / "parts", sources, **keys)
+    with pytest.raises(ResumableError, match=f"after step {STOP_AFTER}"):
+        make_trainer(config, callbacks=[first]).train()
+    assert first.calls[-2:] == [f"save step_{STOP_AFTER}", "ResumableError"]
+    again = make_trainer(config, callbacks=[second])
+    end = again.train()
+    assert first.losses + second.losses == whole.losses
+    assert first.rates + second.rates == whole.rates
+    assert second.calls[0] == f"begin {STOP_AFTER}" and second.calls[-1] == "end"
+    assert end.to_json() == state.to_json()
+
+
+def state_steps(state: Any) -> int:
+    """Steps of an epoch, all epochs being alike."""
+    return STEPS // state.epoch
+
+
+def test_a_failing_step_is_told_to_all_callbacks(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
+    watches = [Watch(fail_after=1), Watch()]
+    trainer = BaseTrainer(omni_config(tmp_path, sources), callbacks=watches[:1])
+    trainer.add_callback(watches[1])
+    with pytest.raises(RuntimeError, match="a step failed"):
+        trainer.train()
+    assert [watch.calls[-1] for watch in watches] == ["RuntimeError", "RuntimeError"]
+    assert watches[1].losses == []  # hooks run in order
+
+
+def test_rates_of_modules_and_evaluation(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
+    watch = Watch()
+    config = omni_config(
+        tmp_path,
+        sources,
+        max_steps=3,
+        deterministic=True,
+        vit_lr=1e-4,
+        audio_lr=2e-4,
+        module_lr={"lm_head": 5e-4, "model.layers.0.*": 7e-4},
+        freeze_modules=["model.layers.1"],
+        freeze_audio_tower=False,
+        optimizer={
+            "lr": 1e-3,
+            "lr_decay_style": "cosine",
+            "lr_min": 1e-4,
+            "weight_decay": 0.1,
+            "no_decay_params": ["bias"],
+        },
+        evaluation={"sources": sources, "steps": 2, "max_batches": 3},
+    )
+    trainer = make_trainer(config, callbacks=[watch])
+    assert isinstance(trainer, VLMTrainer)
+    trainer.build()
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    for rates in watch.rates:  # always in proportion
+        main = rates["default"]
+        for name, share in (("vit", 0.1), ("audio", 0.2), ("lm_head", 0.5), ("model.layers.0.*", 0.7)):
+            assert rates[name] == pytest.approx(main * share, rel=1e-12)
+            assert rates.get(f"{name}, no decay", rates[name]) == rates[name]
+    assert [round(rates["default"] * 1e3, 4) for rates in watch.rates] == [1.0, 0.775, 0.325]
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert not any(name.startswith("model.layers.1.") for name in moved)
+    assert {"visual.merger.mlp.0.weight", "audio_tower.proj1.weight", "lm_head.weight"} <= moved
+    assert len(watch.evaluated) == 2  # at step 2 and at the end
+    for metrics in watch.evaluated:
+        assert metrics.keys() == {"loss", "loss/clips", "loss/text"}
+        assert min(metrics.values()) < metrics["loss"] < max(metrics.values())
+    assert trainer.state.best_loss == min(metrics["loss"] for metrics in watch.evaluated)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "said"),
+    [
+        ({"accelerator": {"dp_shard_size": 3}}, ConfigError, "dp_shard_size 3 x ulysses_size 1 = 3, but there are 1"),
+        ({"init_device": "cuda"}, ConfigError, "train.init_device: cuda"),
+        ({"optimizer": {"type": "muon"}}, UnsupportedError, "train.optimizer.type: muon"),
+        ({"module_lr": {"lm_haed": 1e-4}}, ConfigError, "did you mean 'lm_head'"),
+        ({"freeze_modules": ["lm_haed"]}, ConfigError, "did you mean 'lm_head'"),
+        ({"global_batch_size": 3, "micro_batch_size": 2}, ConfigError, "no multiple of train.micro_batch_size 2"),
+    ],
+)
+def test_mistakes_are_named(
+    tmp_path: Path, sources: list[dict[str, Any]], keys: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        make_trainer(omni_config(tmp_path, sources, **keys)).build()
+    assert said in str(caught.value)
+
+
+def _course(config: Any) -> tuple[list[float], list[dict[str, float]]]:
+    watch = Watch()
+    make_trainer(config, callbacks=[watch]).train()
+    return watch.losses, watch.evaluated
+
+
+def test_two_processes_have_the_losses_of_one(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
+    keys: dict[str, Any] = {"max_steps": 3, "evaluation": {"sources": sources}}
+    losses, evaluated = _course(omni_config(tmp_path / "one", sources, coef=0.0, **keys))
+    found = processes.run(2, _course, omni_config(tmp_path / "two", sources, coef=0.0, **keys))
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx(losses, rel=1e-5)
+    assert found[0][1][0] == pytest.approx(evaluated[0], rel=1e-4)

@@ -1,0 +1,162 @@
+"""What a training takes, computed from shapes and the plan: memory of each GPU, and steps. No GPU, no weights, no
+process group is needed.
+
+Parameters, gradients and optimizer states are exact up to the rounding of shards; activations are an estimate of what
+stays between forward and backward pass, and of the largest that is in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+
+from schemas.errors import ConfigError
+from train.config import BatchConfig, TrainConfig
+from train.data.plan import rank_slots
+from train.data.plan_store import PlanStore
+from train.mesh import Degrees
+from train.model_build import AnyModel
+from train.models.spec import fsdp_blocks
+
+FLOAT32 = 4
+WORKSPACE = 1 << 30  # bytes of CUDA context, NCCL and libraries
+ACTIVATIONS_OF_A_BLOCK = 16  # of its input's size, that a block keeps without checkpointing (Korthikanti et al. 2022)
+LOSS_CHUNK = 1 << 28  # bytes of logits at a time
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each GPU. parameters: float32 shards; gradients: of those that are trained; optimizer: AdamW's two
+    averages; gathered: whole copies that are there at a time, in the dtype that is computed in, of the root and of two
+    blocks; activations: see `activations`; workspace: of CUDA and its libraries. With offload the first three are in
+    CPU memory."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    workspace: int
+    offloaded: bool = False
+
+    @property
+    def gpu(self) -> int:
+        """Bytes of all that is on the GPU."""
+        states = 0 if self.offloaded else self.parameters + self.gradients + self.optimizer
+        return states + self.gathered + self.activations + self.workspace
+
+    @property
+    def cpu(self) -> int:
+        """Bytes of states in CPU memory, for each GPU."""
+        return self.parameters + self.gradients + self.optimizer if self.offloaded else 0
+
+    def lines(self) -> list[str]:
+        """'parameters 7.6 GB', ..., and the sum."""
+        parts = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "offloaded"]
+        moved = {"parameters", "gradients", "optimizer"} if self.offloaded else set()
+        said = [f"{name} {size / 1e9:.1f} GB" + (" (CPU)" if name in moved else "") for name, size in parts]
+        return [*said, f"memory of each GPU {self.gpu / 1e9:.1f} GB"]
+
+
+def estimate_memory(model: AnyModel, degrees: Degrees, train: TrainConfig, max_seq_len: int) -> MemoryEstimate:
+    """Of a model on the meta device, frozen as it will be. max_seq_len: tokens of a packed sequence."""
+    fsdp = train.accelerator.fsdp_config
+    itemsize = getattr(torch, fsdp.mixed_precision.compute_dtype).itemsize
+    blocks = fsdp_blocks(model)
+    in_blocks = {id(parameter) for _, block in blocks for parameter in block.parameters()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    root = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_blocks)
+    sizes = sorted((numel(block) for _, block in blocks), reverse=True)
+    whole = sum(sizes) if not fsdp.reshard_after_forward else sum(sizes[:2])
+    alone = degrees.world == 1 and itemsize == FLOAT32 and not fsdp.offload
+    gradients = sum(shard_numel(parameter, degrees.fsdp) for parameter in trained) * FLOAT32
+    if not fsdp.sync_every_micro_batch and degrees.fsdp > 1:
+        gradients += sum(parameter.numel() for parameter in trained) * FLOAT32
+    return MemoryEstimate(
+        parameters=sum(shard_numel(parameter, degrees.fsdp) for parameter in model.parameters()) * FLOAT32,
+        gradients=gradients,
+        optimizer=2 * sum(shard_numel(parameter, degrees.fsdp) for parameter in trained) * FLOAT32,
+        gathered=0 if alone else (root + whole) * itemsize + _reduced(sizes, root),
+        activations=activations(model, train, max_seq_len // degrees.ulysses, itemsize),
+        workspace=WORKSPACE,
+        offloaded=fsdp.offload,
+    )
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """steps_per_epoch: of the first epoch, which others differ little from; total_steps: of the whole training;
+    micro_steps: forward passes of each rank in a step; tokens_per_step, samples_per_step: means over the first epoch,
+    over all ranks; filled: share of the packed sequences that is not padding, were each padded to max_seq_len."""
+
+    steps_per_epoch: int
+    total_steps: int
+    micro_steps: int
+    tokens_per_step: float
+    samples_per_step: float
+    filled: float
+
+    def lines(self) -> list[str]:
+        """'1,234 steps per epoch, 3,702 in all', ..."""
+        return [
+            f"{self.steps_per_epoch:,} steps per epoch, {self.total_steps:,} in all",
+            f"{self.micro_steps} micro-batches of each rank per step",
+            f"{self.samples_per_step:,.1f} rows and {self.tokens_per_step:,.0f} tokens per step",
+            f"packed sequences are {self.filled:.1%} full",
+        ]
+
+
+def estimate_steps(plans: PlanStore, batch: BatchConfig, degrees: Degrees) -> StepEstimate:
+    """Of the plan. ConfigError when the sequences of a step cannot be dealt out evenly to ranks and micro-batches."""
+    planner = plans.planner
+    share = len(rank_slots(planner.lanes.count, batch.global_batch_size, 0, degrees.dp))
+    if share % batch.micro_batch_size:
+        raise ConfigError(
+            f"train.global_batch_size {batch.global_batch_size} on {degrees.dp} data-parallel ranks is {share} "
+            f"sequences each, no multiple of train.micro_batch_size {batch.micro_batch_size}"
+        )
+    first = plans.epoch(0)
+    steps = first.steps
+    tokens = int(planner.table.tokens[first.rows].astype("int64").sum())
+    room = steps * batch.global_batch_size * planner.budget.max_seq_len
+    return StepEstimate(
+        steps_per_epoch=steps,
+        total_steps=batch.max_steps or plans.total_steps(batch.num_train_epochs),
+        micro_steps=share // batch.micro_batch_size,
+        tokens_per_step=tokens / max(steps, 1),
+        samples_per_step=len(first.rows) / max(steps, 1),
+        filled=tokens / max(room, 1),
+    )
+
+
+def numel(module: nn.Module) -> int:
+    """Elements of all its parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
+    """Elements of the largest shard: rows are divided, the last shard may be smaller."""
+    if not parameter.ndim or ranks == 1:
+        return parameter.numel()
+    rows = -(-parameter.shape[0] // ranks)
+    return rows * (parameter.numel() // parameter.shape[0]) if parameter.shape[0] else 0
+
+
+def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int) -> int:
+    """Bytes of the text model's: with checkpointing the input of each block and all of one block, without it all of all
+    blocks; and the logits of a chunk with their gradient. Those of the towers are counted as if their tokens were the
+    text model's."""
+    config = model.config.get_text_config()
+    row = config.hidden_size * itemsize
+    rows, layers = tokens * train.micro_batch_size, config.num_hidden_layers
+    experts = getattr(config, "num_experts_per_tok", 0) * 3 * getattr(config, "moe_intermediate_size", 0) * itemsize
+    block = rows * (ACTIVATIONS_OF_A_BLOCK * row + experts)
+    kept = rows * row * layers + block if train.gradient_checkpointing.enable else block * layers
+    return kept + 2 * LOSS_CHUNK
+
+
+def _reduced(sizes: list[int], root: int) -> int:
+    """float32 gradients of the largest group on their way to the shards."""
+    return max([root, *sizes[:1]]) * FLOAT32

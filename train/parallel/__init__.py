@@ -1,0 +1,1 @@
+"""What makes a model parallel, from outside."""

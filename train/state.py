@@ -1,0 +1,46 @@
+"""Where a training run stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from schemas.errors import IncompleteSourceError
+
+
+@dataclass
+class TrainerState:
+    """Counted after each optimizer step, over all ranks. step: optimizer steps done; epoch: passes over the data that
+    are complete; tokens: without padding; samples: rows of the data; best_loss, best_step: of the evaluations, None
+    before the first."""
+
+    step: int = 0
+    epoch: int = 0
+    tokens: int = 0
+    samples: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+
+    def count(self, tokens: int, samples: int, *, epoch_ends: bool) -> None:
+        """After a step with so many tokens and samples."""
+        self.step += 1
+        self.tokens += tokens
+        self.samples += samples
+        self.epoch += epoch_ends
+
+    def evaluated(self, loss: float) -> None:
+        """Notes the loss of an evaluation after the current step."""
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss, self.best_step = loss, self.step
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TrainerState:
+        """IncompleteSourceError when a value is missing."""
+        names = [field.name for field in fields(cls)]
+        if missing := [name for name in names if name not in values]:
+            raise IncompleteSourceError(f"trainer state: {', '.join(missing)} are missing")
+        return cls(**{name: values[name] for name in names})

@@ -1,0 +1,261 @@
+"""What a trainer is made of, built in a fixed order; each part by a method that may be overridden."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from schemas.errors import ConfigError
+from train.checkpoint import Checkpointer
+from train.config import OmniConfig
+from train.data.batch import Batch
+from train.data.loader import TrainLoader
+from train.data.plan_store import PlanStore
+from train.data.prepare import open_data, plan_notes
+from train.data.processor import ProcessorAssets, load_assets
+from train.data.rank_plan import DataRank
+from train.data.serving import ModelInputs
+from train.data.sources import OpenSource
+from train.mesh import Mesh, Process, start_process_group
+from train.model_build import (
+    AnyModel,
+    ModelFiles,
+    build_model,
+    check_model,
+    choose_ops,
+    data_inputs,
+    family_of,
+    model_spec,
+    parallelize,
+    set_gradient_checkpointing,
+    share_router,
+)
+from train.models.flops import MicroBatch, ModelFlops
+from train.models.freeze import freeze
+from train.models.spec import ModelSpec
+from train.ops.registry import Ops
+from train.optim.adamw import make_optimizer
+from train.optim.groups import LearningRate, learning_rates, parameter_groups
+from train.optim.schedule import LrScheduler, Schedule
+from train.parallel.fsdp import GradientSync, needs_wrapping
+from train.state import TrainerState
+from train.step import StepParts
+
+COLLECTIVE_TIMEOUT_S = 1800.0  # of a step; saving and opening data have train.checkpoint.timeout_s
+
+log = logging.getLogger("omniloom.train")
+
+
+class TrainerParts:
+    """Everything that training needs. `build` calls the build methods in the order in which they stand; each leaves
+    what it made in an attribute."""
+
+    process: Process
+    mesh: Mesh
+    ops: Ops
+    files: ModelFiles
+    model: AnyModel
+    spec: ModelSpec | None
+    frozen: tuple[str, ...]
+    flops: Callable[[Batch], float] | None
+    assets: ProcessorAssets
+    sources: list[OpenSource]
+    plans: PlanStore
+    model_inputs: ModelInputs
+    train_dataloader: TrainLoader
+    checkpointer: Checkpointer
+    optimizer: Optimizer
+    lr_scheduler: LrScheduler
+    parts: StepParts
+
+    def __init__(self, config: OmniConfig) -> None:
+        self.args = config
+        self.state = TrainerState()
+        self.resume_from: Path | None = None
+        self.built = False
+        self._setup_group: dist.ProcessGroup | None = None
+
+    def build(self) -> None:
+        """In this order."""
+        self.build_distributed()
+        self.build_model()
+        self.build_loss()
+        self.build_assets()
+        self.build_dataset()
+        self.build_collate()
+        self.build_loader()
+        self.build_checkpointer()
+        self.build_parallel()
+        self.build_optimizer()
+        self.build_schedule()
+        self.built = True
+
+    def build_distributed(self) -> None:
+        """The ranks, their groups, the device, and seeds."""
+        train = self.args.train
+        self.process = Process.from_environment()
+        device = self.process.device()
+        alone = Mesh.make(train.accelerator, self.process.world_size, self.process.rank, device)
+        wanted = needs_wrapping(alone, train.accelerator.fsdp_config)
+        if wanted and not dist.is_initialized():
+            start_process_group(self.process, device, COLLECTIVE_TIMEOUT_S)
+        self.mesh = (
+            Mesh.make(train.accelerator, self.process.world_size, self.process.rank, device) if wanted else alone
+        )
+        if self.mesh.world_size > 1:
+            patient = timedelta(seconds=train.checkpoint.timeout_s)
+            self._setup_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=patient))
+        self.say(self.mesh.describe())
+        seed_everything(train.seed, deterministic=train.deterministic)
+
+    def build_model(self) -> None:
+        """The model without memory, its operations bound, and what of it is trained."""
+        self.files = ModelFiles.of(self.args.model)
+        self.ops = choose_ops(self.args.model, self.args.train, self.mesh.device)
+        self.say(self.ops.describe())
+        self.model = build_model(self.args.model, self.ops)
+        self.spec = model_spec(self.model)
+        check_model(self.model, self.mesh)
+        self.frozen = self.freeze()
+        self.flops = self.count_flops()
+        set_gradient_checkpointing(self.model, self.args.train.gradient_checkpointing.enable)
+
+    def freeze(self) -> tuple[str, ...]:
+        """Names of the parameters that are not trained."""
+        train = self.args.train
+        return freeze(
+            self.model, vit=train.freeze_vit, audio_tower=train.freeze_audio_tower, modules=train.freeze_modules
+        )
+
+    def count_flops(self) -> Callable[[Batch], float] | None:
+        """Of the forward and backward pass of a batch; None where it is not known."""
+        counted = ModelFlops(self.model)
+        return lambda batch: counted.count(micro_batch(batch)).model
+
+    def build_loss(self) -> None:
+        """What of the loss spans ranks."""
+        share_router(self.model, self.mesh)
+
+    def build_assets(self) -> None:
+        """Tokenizer and preprocessor."""
+        data = self.args.data
+        layout = data.mm_configs
+        self.assets = load_assets(
+            data.processor_path or str(self.args.model.model_path),
+            use_audio_in_video=layout.use_audio_in_video,
+            wrap_video=layout.wrap_video,
+            system=layout.system,
+        )
+
+    def build_dataset(self) -> None:
+        """Sources and plans, the same on every rank."""
+        first = self.mesh.rank == 0
+        self.sources, self.plans = open_data(self.args.data, self.args.train, self.assets, show=first)
+        for note in plan_notes(self.plans, self.sources):
+            self.say(note)
+        self._agree_on(self.plans.digest)
+
+    def build_collate(self) -> None:
+        """What the model adds to the batches."""
+        self.model_inputs = data_inputs(self.model)
+
+    def build_loader(self) -> None:
+        mesh = self.mesh
+        rank = DataRank(mesh.dp_rank, mesh.degrees.dp, mesh.sp_rank, mesh.degrees.ulysses)
+        self.train_dataloader = TrainLoader(
+            self.sources,
+            self.plans,
+            self.args.data,
+            self.args.train,
+            self.assets,
+            rank,
+            mesh.device,
+            self.model_inputs,
+        )
+
+    def build_checkpointer(self) -> None:
+        """And whether there is a checkpoint to go on from."""
+        data = self.args.data
+        processor = Path(data.processor_path) if data.processor_path is not None else self.files.weights
+        self.checkpointer = Checkpointer(
+            self.args.train.checkpoint,
+            rank=self.mesh.rank,
+            world_size=self.mesh.world_size,
+            family=family_of(self.model),
+            group=self._setup_group,
+            files=self.files.small_files(processor),
+            device=self.mesh.device,
+        )
+        self.resume_from = self.checkpointer.find()
+
+    def build_parallel(self) -> None:
+        """Sharded parameters, with their values."""
+        parallelize(self.model, self.mesh, self.args.train, self.files, fill=self.resume_from is None)
+
+    def learning_rates(self) -> list[LearningRate]:
+        """Of parts of the model that have their own."""
+        return learning_rates(self.args.train, {})
+
+    def build_optimizer(self) -> None:
+        config = self.args.train.optimizer
+        groups = parameter_groups(self.model, config, self.learning_rates())
+        self.optimizer = make_optimizer(groups, config)
+
+    def build_schedule(self) -> None:
+        """And the parts of a step, which are complete now."""
+        config = self.args.train.optimizer
+        total = self.train_dataloader.total_steps()
+        self.lr_scheduler = LrScheduler(self.optimizer, Schedule.of(config, total))
+        self.parts = StepParts(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            mesh=self.mesh,
+            sync=GradientSync(self.model, self.args.train.accelerator.fsdp_config),
+            max_grad_norm=config.max_grad_norm,
+            assets=self.assets,
+            flops=self.flops,
+        )
+
+    def say(self, text: str) -> None:
+        """Once, not on every rank."""
+        if self.process.rank == 0:
+            log.info("%s", text)
+
+    def _agree_on(self, digest: str) -> None:
+        """ConfigError when the ranks do not have the same plan: they would wait for one another for ever."""
+        if self._setup_group is None:
+            return
+        digests: list[Any] = [None] * self.mesh.world_size
+        dist.all_gather_object(digests, digest, group=self._setup_group)
+        if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
+            raise ConfigError(f"ranks 0 and {other[0]} see other data; give all nodes the same files and configuration")
+
+
+def micro_batch(batch: Batch) -> MicroBatch:
+    """What of a batch decides how much is computed: the whole text, which the first rank of a sequence-parallel group
+    counts for all, and this rank's media."""
+    tokens = batch.sample_tokens.tolist() if batch.route.sp_rank == 0 else []
+    lengths = [part.mel_stop - part.mel_start for part in batch.audio]
+    return MicroBatch(tokens, [found.grid for found in batch.vision], lengths)
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seeds every generator; deterministic: torch takes kernels that give the same result each time, or raises."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = False
