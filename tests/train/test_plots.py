@@ -1,0 +1,161 @@
+"""metrics.jsonl and its page: lines that are taken back, numbers that JSON lacks, axes, and what the page shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import ConfigError
+from tests.browser import Page, find_chromium
+from train.chart import MAX_POINTS, Curve, axis_ticks, chart_svg, label, step_ticks, thinned
+from train.config import LoggingConfig, WandbConfig
+from train.metric_writers import JsonlWriter, open_writers, read_metrics
+from train.plots import plots_html, write_plots
+
+
+def write(path: Path, start: int, steps: range) -> None:
+    writer = JsonlWriter(path, start)
+    for step in steps:
+        writer.write(step, {"loss": float(step)})
+    writer.close()
+
+
+def test_lines_of_steps_that_are_taken_again_are_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, range(1, 6))
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')  # cut off by a kill
+    write(path, 3, range(4, 8))
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
+    write(path, 0, range(1, 2))
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    assert len(read_metrics(tmp_path / "metrics_1.jsonl")) == 7
+
+
+def test_numbers_that_json_lacks_are_texts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path, 0)
+    writer.write(1, {"loss": math.nan, "grad_norm": math.inf, "tokens": 3})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": "nan", "grad_norm": "inf", "tokens": 3}
+    page = plots_html([*read_metrics(path), {"step": 2, "loss": 1.5}], "t")
+    assert "<b>1.5</b>" in page and "nan" not in page
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LoggingConfig(tensorboard=True), r"train\.logging\.tensorboard: needs the package tensorboard"),
+        (LoggingConfig(wandb=WandbConfig(enable=True)), r"train\.logging\.wandb\.enable: needs the package wandb"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: LoggingConfig, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=message):
+        open_writers(tmp_path, config, 0, {})
+
+
+class FakeRun:
+    def __init__(self, **keys: Any) -> None:
+        self.keys, self.id, self.logged = keys, keys["id"] or "fresh", []
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+
+def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[FakeRun] = []
+
+    class Wandb:
+        @staticmethod
+        def init(**keys: Any) -> FakeRun:
+            runs.append(FakeRun(**keys))
+            return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    config = LoggingConfig(wandb=WandbConfig(enable=True, project="p", name="n"))
+    for _ in range(2):
+        _, writer = open_writers(tmp_path, config, 0, {"seed": 1})
+        writer.write(3, {"loss": 1.0, "time": "now"})
+    assert [run.keys["id"] for run in runs] == [None, "fresh"]
+    assert runs[0].keys["project"] == "p" and runs[0].keys["config"] == {"seed": 1}
+    assert runs[0].logged == [(3, {"loss": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (2.1, 9.7, [2, 4, 6, 8, 10]),
+        (0.0, 0.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (-3.0, 5.0, [-4, -2, 0, 2, 4, 6]),
+    ],
+)
+def test_axes_are_round_and_hold_the_values(low: float, high: float, ticks: list[float]) -> None:
+    assert axis_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_steps_and_labels() -> None:
+    assert step_ticks(1, 1000) == [200, 400, 600, 800, 1000]
+    assert step_ticks(7, 7) == [7] and step_ticks(1, 3) == [1, 2, 3]
+    assert [label(x) for x in (0, 0.0123, 1e-5, 1.23456, 12345, 3.4e6, -2e9)] == [
+        "0", "0.0123", "1e-05", "1.235", "12.35k", "3.4M", "-2G",
+    ]  # fmt: skip
+
+
+def test_long_curves_are_averaged_and_end_where_they_end() -> None:
+    points = [(step, float(step)) for step in range(10_000)]
+    found = thinned(points)
+    assert len(found) <= MAX_POINTS and found[-1] == (9999, 9999.0)
+    assert all(abs(step - value) <= 1 for step, value in found)
+
+
+def test_a_curve_lies_where_its_values_are() -> None:
+    picture, data = chart_svg([Curve("loss", [(0, 0.0), (50, 5.0), (100, 10.0)])], from_zero=True)
+    (path,) = re.findall(r'd="M([^"]+)"', picture)
+    assert path == "52.0 196.0 L252.0 103.0 L452.0 10.0"
+    assert data["range"] == [0, 100] and data["values"] == [["0", "5", "10"]]
+
+
+def lines(count: int) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "loss": 5.0 / step, "loss/a<b>": 4.0 / step, "lr/base": 1e-5, "tokens_total": step * 1000}
+        for step in range(1, count + 1)
+    ]
+
+
+def test_the_page_has_a_chart_for_what_there_is(tmp_path: Path) -> None:
+    write_plots(tmp_path / "none.jsonl", tmp_path / "none.html", "t")
+    assert not (tmp_path / "none.html").exists()
+    writer = JsonlWriter(tmp_path / "m.jsonl", 0)
+    for line in lines(50):
+        writer.write(line["step"], line)
+    write_plots(tmp_path / "m.jsonl", tmp_path / "m.html", "Run <1>")
+    page = (tmp_path / "m.html").read_text()
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Loss", "Loss by source", "Learning rate"]
+    assert "Run &lt;1&gt;" in page and "a&lt;b&gt;" in page and "a<b>" not in page
+    assert "http" not in page and "step 50, 50,000 tokens" in page
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium")
+def test_the_page_works_in_a_browser(tmp_path: Path) -> None:
+    file = tmp_path / "m.html"
+    file.write_text(plots_html(lines(50), "t"))
+    move = """(() => {
+      const section = document.querySelectorAll('section')[1], svg = section.querySelector('svg');
+      const box = svg.getBoundingClientRect(), at = (252 / 460) * box.width + box.left;
+      svg.dispatchEvent(new PointerEvent('pointermove', {clientX: at, clientY: box.top + 5}));
+      return section.querySelector('p').textContent + ' ' + section.querySelector('li b').textContent })()"""
+    with Page(tmp_path / "profile") as page:
+        page.open(file)
+        assert page.evaluate(move) in (f"step 25 {label(4 / 25)}", f"step 26 {label(4 / 26)}")  # the middle is 25.5
+        assert page.complaints() == [] and page.requests() == []

@@ -1,0 +1,1 @@
+"""What happens around steps, apart from training."""

@@ -1,0 +1,38 @@
+"""Saves every `checkpoint.save_steps` steps, every `checkpoint.save_epochs` epochs, and at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from train.step import StepResult
+    from train.trainer import BaseTrainer
+
+
+class CheckpointCallback(Callback):
+    """`trainer.save` does it; a step that is saved twice is written once."""
+
+    def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
+        every = trainer.args.train.checkpoint.save_steps
+        if every and trainer.state.step % every == 0 and not trainer.should_stop:  # a stop saves by itself
+            trainer.save()
+
+    def on_epoch_end(self, trainer: BaseTrainer) -> None:
+        every = trainer.args.train.checkpoint.save_epochs
+        if every and trainer.state.epoch % every == 0 and not trainer.should_stop:
+            trainer.save()
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        trainer.save(final=True)
+
+    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+        """What is being written when training fails is still brought to its end, as it is from before the failure; but
+        not for a user who interrupts, who wants to get out."""
+        if isinstance(error, KeyboardInterrupt):
+            return
+        try:
+            trainer.checkpointer.wait()
+        except Exception as fault:  # noqa: BLE001 (noted with the error that ends the training)
+            error.add_note(f"the checkpoint that was being written failed, too: {fault}")

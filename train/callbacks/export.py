@@ -1,0 +1,50 @@
+"""Exports checkpoints every `checkpoint.hf_save_steps`, and the last one if `checkpoint.save_hf_weights`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from train.callbacks.base import Callback
+from train.checkpoint_layout import step_folder
+from train.export import Exporter, check_exportable
+
+if TYPE_CHECKING:
+    from train.step import StepResult
+    from train.trainer import BaseTrainer
+
+
+class ExportCallback(Callback):
+    """Every rank has one; the exporter is rank 0's, None elsewhere."""
+
+    def __init__(self, exporter: Exporter | None) -> None:
+        self.exporter = exporter
+
+    def on_train_begin(self, trainer: BaseTrainer) -> None:
+        config = trainer.args.train.checkpoint
+        if config.save_hf_weights or config.hf_save_steps:
+            check_exportable(trainer.checkpointer.family)
+
+    def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
+        if self.exporter is not None:
+            self._start_committed(trainer, self.exporter)
+            self.exporter.poll()
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        if self.exporter is None:
+            return
+        self._start_committed(trainer, self.exporter)
+        if trainer.args.train.checkpoint.save_hf_weights:
+            last = step_folder(trainer.checkpointer.output_dir, trainer.state.step)
+            self.exporter.start(last)
+        self.exporter.wait()
+
+    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+        if self.exporter is not None:
+            self.exporter.stop()
+
+    def _start_committed(self, trainer: BaseTrainer, exporter: Exporter) -> None:
+        """A checkpoint is exported when it is complete, which for one in the background is some steps later."""
+        every = trainer.args.train.checkpoint.hf_save_steps
+        for path in trainer.checkpointer.take_committed():
+            if every and int(path.name.removeprefix("step_")) % every == 0:
+                exporter.start(path)

@@ -1,0 +1,39 @@
+"""Sets `trainer.should_stop` at the end of a step, on all ranks at the same one, after a signal."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from train.callbacks.base import Callback
+from train.stopping import Stopper
+
+if TYPE_CHECKING:
+    from train.step import StepResult
+    from train.trainer import BaseTrainer
+
+log = logging.getLogger("omniloom.train")
+
+
+class StoppingCallback(Callback):
+    """Comes first, so that those after it know that a step is the last."""
+
+    def __init__(self, stopper: Stopper) -> None:
+        self.stopper = stopper
+
+    def on_train_begin(self, trainer: BaseTrainer) -> None:
+        self.stopper.__enter__()
+
+    def on_step_begin(self, trainer: BaseTrainer) -> None:
+        self.stopper.begin_step()
+
+    def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
+        if self.stopper.should_stop() and not trainer.should_stop:
+            trainer.should_stop = True
+            log.info("%s: stopping after step %d", self.stopper.reason, trainer.state.step)
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        self.stopper.__exit__(None, None, None)
+
+    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+        self.stopper.__exit__(None, None, None)

@@ -1,0 +1,59 @@
+"""The names of all metrics, with units: one table for metrics.jsonl, TensorBoard, Weights & Biases and the plots.
+
+Every value is of the interval since the line before and over all ranks, unless its text says otherwise. A name that
+ends in `/` is followed by what it is of.
+"""
+
+from __future__ import annotations
+
+METRICS: dict[str, tuple[str, str]] = {
+    "step": ("steps", "optimizer steps since the beginning of the training"),
+    "epoch": ("epochs", "the epoch of the step"),
+    "time": ("UTC", "when the line was written"),
+    "loss": ("nats per token", "mean over all labelled tokens"),
+    "loss/": ("nats per token", "the same, of the samples of one source"),
+    "aux_loss": ("1", "load-balancing loss of the routers, mean over steps, before its coefficient"),
+    "grad_norm": ("1", "2-norm of the gradient over all parameters before clipping, of the last step"),
+    "grad_norm_max": ("1", "the largest of the interval"),
+    "lr/": ("1", "learning rate of a parameter group in the last step"),
+    "tokens": ("tokens", "trained on, without padding"),
+    "label_tokens": ("tokens", "with a label"),
+    "tokens/": ("tokens", "of one modality"),
+    "samples": ("samples", "trained on"),
+    "padding": ("1", "share of the tokens of all batches that is padding"),
+    "dead_samples": ("samples", "that could not be read and were trained on without labels, since this start"),
+    "tokens_total": ("tokens", "since the beginning of the training"),
+    "samples_total": ("samples", "since the beginning of the training"),
+    "tokens_per_second_per_gpu": ("tokens/s", "`tokens` / (`interval_s` x ranks)"),
+    "samples_per_second": ("samples/s", "`samples` / `interval_s`"),
+    "tflops_per_gpu": ("10^12/s", "operations of the model, towers counted, without recomputation"),
+    "mfu": ("1", "share of the GPU's peak that these are; absent for devices whose peak is not known"),
+    "interval_s": ("s", "wall time of the steps, with waiting for data, without saving and evaluation"),
+    "step_s": ("s", "`interval_s` / steps"),
+    "data_wait_s": ("s", "waiting for data per step, of the rank that waited longest"),
+    "data_wait": ("1", "`data_wait_s` / `step_s`"),
+    "pause_s": ("s", "saving, evaluating and logging between the steps, not part of `interval_s`"),
+    "memory_gb": ("10^9 bytes", "most that was allocated on the device, of the fullest rank; on a CPU its peak RSS"),
+    "memory_reserved_gb": ("10^9 bytes", "most that was reserved on the device, of the fullest rank"),
+    "memory_retries": ("1", "allocations that had to free cached memory first, all ranks, since this start"),
+    "expert_load_max": ("1", "tokens of the fullest expert of a layer / mean over its experts; of the worst layer"),
+    "expert_load_mean": ("1", "the same, mean over layers"),
+    "experts_idle": ("1", "share of experts that got no token"),
+    "moe/max/": ("1", "tokens of the fullest expert / mean, of one layer, over the monitor's interval"),
+    "moe/min/": ("1", "tokens of the emptiest expert / mean, of one layer, over the monitor's interval"),
+    "source/tokens/": ("tokens", "labelled, of one source, since this start"),
+    "source/loss/": ("nats per token", "of one source, mean since this start"),
+    "eval/": ("nats per token", "what an evaluation gave: eval/loss, eval/<source>/loss in nats per token"),
+}
+
+
+def describe(name: str) -> tuple[str, str]:
+    """(unit, meaning) of a metric. KeyError for one that stands in no table."""
+    if name in METRICS:
+        return METRICS[name]
+    parts = name.split("/")
+    for end in range(len(parts) - 1, 0, -1):
+        prefix = "/".join(parts[:end]) + "/"
+        if prefix in METRICS:
+            return METRICS[prefix]
+    raise KeyError(name)
