@@ -1,9 +1,11 @@
-"""`omniloom demo`: real clips, one of them broken, through the whole packing job, in one folder.
+"""`omniloom demo`: real clips, one of them broken, packed, shown, trained on and converted, in one folder.
 
 OUT/clips/        the clips and their manifest clips.jsonl, copied from the package
 OUT/pack.yaml     the configuration; `omniloom pack run OUT/pack.yaml` runs the same job
 OUT/packed/       the dataset: shards, index, rows table, card
 OUT/preview.html  the page that shows it
+
+What training and conversion add stands in `jobs.demo_train`.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jobs import demo_train
 from pack.config import PackConfig, PackFile
-from pack.job import check_threshold, check_verified, plan_job, preview_job, run_job, verify_job
+from pack.job import Done, check_threshold, check_verified, plan_job, preview_job, run_job, verify_job
 from pack.plan import Plan
 from pack.plan_file import load_plan
 from pack.reader import PackedDataset
@@ -31,7 +34,7 @@ from schemas.dataset import Reject
 from schemas.sample import SampleMeta
 from schemas.strict import dump_config, load_config
 
-STEPS = 5
+STEPS = 9
 MANIFEST = "clips.jsonl"
 
 Say = Callable[[str], None]
@@ -43,9 +46,21 @@ app = typer.Typer()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("demo_out"),
     workers: Annotated[int, typer.Option(min=1, help="Packing processes.")] = 2,
+    pack_only: Annotated[bool, typer.Option("--pack-only", help="End after packing and its page.")] = False,
 ) -> None:
-    """Pack real clips with speech, and one broken file, verify the shards and make a page to look at."""
+    """Pack real clips with speech, train a tiny Qwen3-Omni on them, stop and resume it, convert it there and back."""
     console = Console(highlight=False)
+    config, done = _pack(console, out, workers)
+    if not pack_only:
+        _train(console, out)
+    console.print()
+    console.print(_outcomes(config))
+    console.print()
+    console.print(_places(out, pack_only))
+    check_threshold(done.card, config)
+
+
+def _pack(console: Console, out: Path, workers: int) -> tuple[PackConfig, Done]:
     with _step(console, 1, "clips") as say:
         count, size = copy_clips(out / "clips")
         say(f"{count} files, {size / 1e6:.1f} MB, in {out / 'clips'}")
@@ -66,13 +81,32 @@ def demo(
         check_verified(storage, found)
         say(f"{found.samples} samples, {found.bytes / 1e6:.1f} MB read again: every byte as written")
     with _step(console, 5, "preview") as say:
-        page = preview_job(storage, config, out / "preview.html")
+        page = preview_job(storage, config, out / "preview.html", Path(str(files("jobs"))) / "assets/tokenizer")
         say(page)
-    console.print()
-    console.print(_outcomes(config))
-    console.print()
-    console.print(_places(out))
-    check_threshold(done.card, config)
+    return config, done
+
+
+def _train(console: Console, out: Path) -> None:
+    demo_train.write_train_config(out)
+    with _step(console, 6, "train") as say:
+        if demo_train.is_trained(out):
+            say("(nothing to do: an earlier demo trained to the end)")
+        else:
+            stopped = demo_train.train_and_stop(out)
+            say(f"{demo_train.RANKS} processes, stopped by SIGTERM after step {stopped.step}, saved, exit code 5")
+    with _step(console, 7, "resume") as say:
+        ended = demo_train.train_on(out)
+        first, last = min(ended.losses), max(ended.losses)
+        say(f"to step {ended.step}; loss {ended.losses[first]:.2f} -> {ended.losses[last]:.2f}")
+    with _step(console, 8, "convert") as say:
+        count = demo_train.convert_and_back(out)
+        say(f"checkpoint -> Hugging Face -> Qwen3-VL -> back: {count} tensors, every one bit for bit the same")
+    with _step(console, 9, "reload") as say:
+        found = demo_train.reload(out)
+        say(
+            f"transformers agrees in {found.modules} modules on text, image, video and audio; Qwen3-VL's logits differ "
+            f"by {found.difference:.1g}; it says {found.text!r}"
+        )
 
 
 def copy_clips(folder: Path) -> tuple[int, int]:
@@ -157,19 +191,27 @@ def _packed(meta: SampleMeta) -> str:
     return f"{text} [{', '.join(sorted(flags))}]" if flags else text
 
 
-def _places(out: Path) -> Table:
+def _places(out: Path, pack_only: bool) -> Table:
     """Where everything is and what to do next."""
     packed = out / "packed"
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, text in [
+    places = [
         ("look", (out / "preview.html").resolve().as_uri()),
         ("dataset", str(packed)),
         ("read", f'StreamingDataset(local="{packed}", batch_size=1)'),
         ("as files", f"omniloom pack extract {packed} {out / 'files'}"),
         ("rejected", f"omniloom pack rejects {packed}"),
         ("again", f"omniloom pack run {out / 'pack.yaml'}"),
-    ]:
+    ]
+    if not pack_only:
+        places += [
+            ("curves", (out / "training/metrics.html").resolve().as_uri()),
+            ("model", str(out / "hf")),
+            ("train", f"omniloom train run {out / 'train.yaml'} train.max_steps=20"),
+            ("compare", f"omniloom train compare {out / 'hf'}"),
+        ]
+    for name, text in places:
         table.add_row(name, Text(text))
     return table

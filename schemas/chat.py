@@ -35,6 +35,7 @@ from schemas.chat_types import (
     MediaCounts,
     MediaKind,
     MediaSlot,
+    PixelLimits,
     TokenCounts,
     VideoCount,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "MediaCounts",
     "MediaKind",
     "MediaSlot",
+    "PixelLimits",
     "TokenCounts",
     "VideoCount",
     "build_layout",

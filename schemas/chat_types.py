@@ -14,6 +14,28 @@ Grid: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
+class PixelLimits:
+    """Between which sizes the model's processor brings pictures, in pixels; the defaults are those of the released
+    Qwen3-Omni.
+
+    image: (min, max) of an image; video: (min, max) of each frame, or, `per_clip`, of all frames of a clip together
+    (Qwen3-VL); video_floor: frames that were packed in whole tokens stay down to so many pixels, under video[0] where
+    packing had a budget (video.max_tokens), never `per_clip`; capped: long clips get smaller frames, by a share of
+    max_video_tokens, as `cap_pixels_per_frame` of the processors says.
+    """
+
+    image: tuple[int, int] = (3136, 12845056)
+    video: tuple[int, int] = (131072, 786432)
+    video_floor: int = 3136
+    per_clip: bool = False
+    capped: bool = False
+    max_video_tokens: int = 128000
+
+
+VL_PIXELS = PixelLimits((65536, 16777216), (4096, 25165824), per_clip=True, max_video_tokens=768)  # released Qwen3-VL
+
+
+@dataclass(frozen=True)
 class ChatStyle:
     """What the layout depends on beside the tokenizer.
 
@@ -21,7 +43,8 @@ class ChatStyle:
     of a patch; merge_size: patches per side that one token covers; temporal_patch: frames per grid;
     use_audio_in_video: a clip with sound gives it beside its pictures (never for qwen3_vl); wrap_video: qwen3_vl only:
     keep the chat template's own <|vision_start|> and <|vision_end|> around all grids of a video, as transformers 5 does
-    (4.57 and vLLM do not); system: system prompt for conversations that bring none.
+    (4.57 and vLLM do not); system: system prompt for conversations that bring none; pixels: sizes of pictures, None =
+    those of the released model of this form.
     """
 
     form: Form = "qwen3_omni"
@@ -32,6 +55,11 @@ class ChatStyle:
     use_audio_in_video: bool = True
     wrap_video: bool = True
     system: str | None = None
+    pixels: PixelLimits | None = None
+
+    @property
+    def pixel_limits(self) -> PixelLimits:
+        return self.pixels or (VL_PIXELS if self.form == "qwen3_vl" else PixelLimits())
 
 
 @dataclass(frozen=True)

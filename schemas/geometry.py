@@ -43,6 +43,46 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: float, max_pi
     return new_height, new_width
 
 
+def processor_image_size(height: int, width: int, factor: int, limits: tuple[int, int]) -> tuple[int, int]:
+    """(height, width) that the model's image processor gives a picture. limits: (min, max) pixels of it.
+
+    Not quite `smart_resize`: a side under half of `factor` counts as 0 pixels, so such a picture is scaled up. The
+    formula of Qwen2VLImageProcessor. Raises ValueError for sides that differ by more than a factor of MAX_ASPECT_RATIO.
+    """
+    return _processor_size(height, width, factor, limits, 1, 1)
+
+
+def processor_clip_size(
+    num_frames: int, height: int, width: int, factor: int, limits: tuple[int, int]
+) -> tuple[int, int]:
+    """(height, width) that the processor of Qwen3-VL gives the frames of a clip. limits: (min, max) pixels of all of
+    its frames together; as `processor_image_size`. One frame counts as the two of its grid."""
+    frames = max(num_frames, TEMPORAL_PATCH)
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    return _processor_size(height, width, factor, limits, frames, round(frames / TEMPORAL_PATCH) * TEMPORAL_PATCH)
+
+
+def _processor_size(
+    height: int, width: int, factor: int, limits: tuple[int, int], frames: int, whole_frames: int
+) -> tuple[int, int]:
+    """whole_frames: `frames` in whole grids, which are held against the limits; the scale follows from `frames`."""
+    low, high = limits
+    if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
+        raise ValueError(f"{width}x{height} has an aspect ratio of {ratio:.0f}; the model takes {MAX_ASPECT_RATIO}")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if whole_frames * new_height * new_width > high:
+        scale = math.sqrt(frames * height * width / high)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif whole_frames * new_height * new_width < low:
+        scale = math.sqrt(low / (frames * height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
 def frame_pixel_limits(
     num_frames: int, factor: int, min_pixels: int | None, max_pixels: int | None, total_pixels: int | None
 ) -> tuple[float, float]:

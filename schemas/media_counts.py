@@ -8,7 +8,7 @@ import numpy as np
 
 from schemas.chat import ChatStyle, Grid, MediaCounts, VideoCount
 from schemas.errors import UnsupportedError
-from schemas.geometry import audio_tokens, frame_pixel_limits, image_pixel_limits, smart_resize
+from schemas.geometry import audio_tokens, processor_clip_size, processor_image_size
 from schemas.sample import AudioMeta, ImageMeta, SampleMeta, VideoMeta
 
 SAMPLE_RATE = 16000
@@ -42,17 +42,29 @@ def takes_sound(style: ChatStyle) -> bool:
 
 
 def video_size(meta: VideoMeta, style: ChatStyle) -> tuple[int, int]:
-    """(height, width) at which the model sees the frames: as stored where that is whole tokens, as after the resize of
-    packing; else by the same rule as packing with the model's own limits."""
+    """(height, width) at which the model sees the frames: what its processor makes of them. So what packing brought to
+    whole tokens within the processor's limits stays, and with `PixelLimits.video_floor` also what it made smaller to
+    fit a budget. ValueError for an aspect ratio that the model does not take."""
+    limits = style.pixel_limits
     factor = style.patch_size * style.merge_size
-    limits = frame_pixel_limits(meta.num_frames, factor, None, None, None)
-    return _size(meta.height, meta.width, factor, limits)
+    low, high = limits.video
+    if limits.per_clip:
+        if limits.capped:
+            per_frame = min(limits.max_video_tokens * factor * factor, high // meta.num_frames)
+            high = max(per_frame, int(low * 1.05)) * meta.num_frames
+        return processor_clip_size(meta.num_frames, meta.height, meta.width, factor, (low, high))
+    if limits.capped:
+        total = int(limits.max_video_tokens * factor * factor * 0.9)
+        high = max(min(high, total * style.temporal_patch // meta.num_frames), int(low * 1.05))
+    whole = meta.height % factor == 0 and meta.width % factor == 0
+    if whole and limits.video_floor <= meta.height * meta.width <= high:
+        return meta.height, meta.width
+    return processor_image_size(meta.height, meta.width, factor, (low, high))
 
 
 def image_size(meta: ImageMeta, style: ChatStyle) -> tuple[int, int]:
     """(height, width) at which the model sees an image; as `video_size`."""
-    factor = style.patch_size * style.merge_size
-    return _size(meta.height, meta.width, factor, image_pixel_limits(factor, None, None))
+    return processor_image_size(meta.height, meta.width, style.patch_size * style.merge_size, style.pixel_limits.image)
 
 
 def image_grid(meta: ImageMeta, style: ChatStyle) -> Grid:
@@ -69,12 +81,6 @@ def sound_samples(meta: AudioMeta) -> int:
             f"pack with audio.sample_rate: {SAMPLE_RATE}"
         )
     return meta.num_samples
-
-
-def _size(height: int, width: int, factor: int, limits: tuple[float, float]) -> tuple[int, int]:
-    if height % factor == 0 and width % factor == 0:
-        return height, width
-    return smart_resize(height, width, factor, *limits)
 
 
 def _grid_times(times_s: Sequence[float], fps: float, temporal_patch: int) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -14,6 +15,8 @@ from jobs.cli import TRACEBACK_VARIABLE
 # before torch is imported, and for child processes, too: the models of tests are tiny, and threads that wait for one
 # another on a machine that has other work take several times as long as one
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not Path("/dev/nvidiactl").exists():  # before triton is imported: kernels run under its interpreter without a GPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

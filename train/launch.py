@@ -128,7 +128,7 @@ def kill_tree(pid: int) -> None:
     """Ends a process and all below it, whatever sessions they are in."""
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        for process in [root, *root.children(recursive=True)]:
+        for process in [*root.children(recursive=True), root]:  # the root last: it may be this process
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 

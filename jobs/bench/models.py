@@ -92,14 +92,14 @@ def our_names(name: str) -> str:
 
 
 def run_reference(model: nn.Module, arguments: dict[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
-    """Logits and gradients by our names, on the CPU."""
+    """Logits and gradients by our names."""
     model.zero_grad(set_to_none=True)
     dtype = next(model.parameters()).dtype
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in arguments.items()}
     logits = model(**cast, use_cache=False).logits[0]
     F.cross_entropy(logits.float(), labels, ignore_index=-100).backward()
-    found = {our_names(name): p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-    return found | {"logits": logits.detach().cpu()}
+    found = {our_names(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"logits": logits.detach()}
 
 
 def run_ours(model: nn.Module, inputs: ModelInputs) -> dict[str, Tensor]:
@@ -107,8 +107,8 @@ def run_ours(model: nn.Module, inputs: ModelInputs) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     found = model(inputs, logits=True)
     found.ce_loss.backward()
-    result = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-    return result | {"logits": found.logits.detach().cpu()}
+    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return result | {"logits": found.logits.detach()}
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float, str]:

@@ -119,6 +119,10 @@ class Batch:
         moved = {n: t if n in stay else t.to(device, non_blocking=True) for n, t in self.tensors().items()}
         return self._replaced(moved)
 
+    def owned(self) -> Batch:
+        """The same batch in this process's own memory: what a worker sent holds a file descriptor per tensor."""
+        return self._replaced({name: t.clone() if t.is_shared() else t for name, t in self.tensors().items()})
+
     def _replaced(self, tensors: dict[str, torch.Tensor]) -> Batch:
         own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith("extra.")}
         extra = {name.removeprefix("extra."): t for name, t in tensors.items() if name.startswith("extra.")}

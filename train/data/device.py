@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from math import prod
@@ -16,6 +17,7 @@ from train.data.processor import ProcessorAssets
 
 _END = object()
 _POLL_S = 0.2  # how soon a waiting thread notices that it is to stop
+_CLOSE_S = 1.0  # how long `close` waits for the batch that is being made
 
 
 def make_features(batch: Batch, assets: ProcessorAssets) -> MediaFeatures:
@@ -81,9 +83,11 @@ class DevicePrefetcher:
         return found
 
     def close(self) -> None:
-        """Ends the thread; batches that wait are dropped."""
+        """Ends the thread; batches that wait are dropped. A batch that takes long is not waited for: the thread then
+        ends with it, and the workers with the thread or the process."""
         self._stop.set()
-        while self._thread.is_alive():
+        end = time.monotonic() + _CLOSE_S
+        while self._thread.is_alive() and time.monotonic() < end:
             try:
                 self._queue.get_nowait()
             except queue.Empty:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from schemas.errors import IncompleteSourceError, VerificationError
 from train.data.shard_cache import ShardCache
 from train.data.shard_index import Shard
 
@@ -33,10 +34,14 @@ class Wanted:
 class ShardFetcher:
     """Keeps up to `ahead` units ready. needs: for each unit, in order, what it reads (empty for local sources).
 
-    Errors of a download are raised by `ready` of the unit that needs it.
+    Errors of a download are raised by `ready` of the unit that needs it. mask_lost: a shard that the store does not
+    have, or has with other bytes, is remembered in `lost` instead, by its key and with the reason, and is not fetched
+    again.
     """
 
-    def __init__(self, needs: Iterable[list[Wanted]], ahead: int, threads: int) -> None:
+    def __init__(self, needs: Iterable[list[Wanted]], ahead: int, threads: int, mask_lost: bool = False) -> None:
+        self.lost: dict[tuple[str, str], str] = {}
+        self._mask_lost = mask_lost
         self._needs: Iterator[list[Wanted]] = iter(needs)
         self._ahead = ahead
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fetch")
@@ -46,6 +51,7 @@ class ShardFetcher:
         self._held: list[Wanted] | None = None  # the next unit, for which there was no room yet
         self._next = self._done = 0
         self._lock = threading.Lock()
+        self._stop = threading.Event()
         self._warned = False
 
     def ready(self, unit: int) -> None:
@@ -55,9 +61,14 @@ class ShardFetcher:
                 pass
             while self._next < self._done + self._ahead and self._start(forced=False):
                 pass
-            waiting = [self._running[w.key] for w in self._units.get(unit, []) if w.key in self._running]
-        for future in waiting:
-            future.result()
+            waiting = {w.key: self._running[w.key] for w in self._units.get(unit, []) if w.key in self._running}
+        for key, future in waiting.items():
+            try:
+                future.result()
+            except (IncompleteSourceError, VerificationError) as error:
+                if not self._mask_lost:
+                    raise
+                self.lost[key] = str(error)
 
     def done(self, unit: int) -> None:
         """The unit's batch has arrived."""
@@ -73,7 +84,8 @@ class ShardFetcher:
                 pass
 
     def close(self) -> None:
-        """Ends the downloads that have not begun, waits for the others, and lets go of every shard."""
+        """Ends the downloads that have not begun, waits for one try of the others, and lets go of every shard."""
+        self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             pinned = {w.key: w for wanted in self._units.values() for w in wanted}
@@ -85,6 +97,8 @@ class ShardFetcher:
     def _start(self, forced: bool) -> bool:
         """Pins the shards of the next unit and begins their downloads; False at the end, or when there is no room for
         them and they are not `forced`."""
+        if self._stop.is_set():
+            return False
         wanted = self._held if self._held is not None else next(self._needs, None)
         if wanted is None:
             return False
@@ -92,7 +106,7 @@ class ShardFetcher:
         fresh = [w for w in wanted if w.key not in self._users]
         for w in fresh:
             w.cache.pin(w.shard)
-        missing = [w for w in fresh if not w.cache.has(w.shard)]
+        missing = [w for w in fresh if w.key not in self.lost and not w.cache.has(w.shard)]
         # `forced` goes over the limit instead of waiting, which could be for ever: other ranks may hold their shards
         # until this one takes part in the step
         if not self._reserve(missing, forced):
@@ -102,7 +116,7 @@ class ShardFetcher:
         for w in wanted:
             self._users[w.key] = self._users.get(w.key, 0) + 1
         for w in missing:
-            self._running[w.key] = self._pool.submit(w.cache.fetch, w.shard)
+            self._running[w.key] = self._pool.submit(w.cache.fetch, w.shard, stop=self._stop)
         self._units[self._next] = wanted
         self._next += 1
         self._held = None

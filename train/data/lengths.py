@@ -7,13 +7,13 @@ lengths.total                                  # int32 [rows], in the order of t
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
-from multiprocessing import get_context
 
 import numpy as np
 import pyarrow as pa
@@ -26,22 +26,26 @@ from schemas.errors import IncompleteSourceError, RowError, SchemaError, Unsuppo
 from schemas.media_counts import media_counts
 from schemas.sample import SampleMeta
 from train.data.lengths_cache import LengthsCache, joint_fingerprint, packed_cache, text_cache
+from train.data.meta_check import meta_hash
 from train.data.packed_files import INDEX_FILE, PackedIndex, read_file
 from train.data.processor import ProcessorAssets
 from train.data.text_files import TextFiles
 from train.data.text_rows import TextRows
+from train.data.worker_context import worker_context
 
 ROWS_FILE = "rows.parquet"
 SERIAL_ROWS = 2000  # below this, starting worker processes takes longer than the work
 BATCH_ROWS = 256
 CALLS = 16  # per worker process
+LENGTHS_VERSION = "2"  # raised whenever other arrays are kept
 
 
 @dataclass(frozen=True)
 class Lengths:
     """One number per row. total: int32 [rows], 0 for a row that cannot be used; text, video, audio, image: int32, its
     parts; labels: int32, trained tokens; patches: int64, vision patches; patch_pairs: int64, sum over temporal grids of
-    patches squared (the vision tower's attention); mel: int32, log-mel frames; faults: (row, why it cannot be used)."""
+    patches squared (the vision tower's attention); mel: int32, log-mel frames; meta: int64, `meta_hash` of a packed
+    row, 0 for text; faults: (row, why it cannot be used)."""
 
     total: np.ndarray
     text: np.ndarray
@@ -52,6 +56,7 @@ class Lengths:
     patches: np.ndarray
     patch_pairs: np.ndarray
     mel: np.ndarray
+    meta: np.ndarray
     faults: tuple[tuple[int, str], ...] = ()
 
     def __len__(self) -> int:
@@ -64,7 +69,7 @@ class Lengths:
 
 
 COLUMNS = tuple(field.name for field in fields(Lengths) if field.name != "faults")
-WIDE = ("patches", "patch_pairs")
+WIDE = ("patches", "patch_pairs", "meta")
 
 
 def _nobody(count: int) -> None:
@@ -79,13 +84,13 @@ class LengthsBuilder:
         self.rows: list[tuple[int, ...]] = []
         self.faults: list[tuple[int, str]] = []
 
-    def add(self, turns: Sequence[Turn], counts: MediaCounts, mel: int = 0) -> None:
+    def add(self, turns: Sequence[Turn], counts: MediaCounts, mel: int = 0, meta: int = 0) -> None:
         """One row; raises what `count_tokens` raises."""
         found = count_tokens(turns, self.assets.encode, self.assets.tokens, counts, self.assets.style)
         grids = [video.grid for video in counts.videos] + list(counts.images)
         patches = sum(t * h * w for t, h, w in grids)
         pairs = sum(t * (h * w) ** 2 for t, h, w in grids)
-        self.rows.append((*_columns(found), patches, pairs, mel))
+        self.rows.append((*_columns(found), patches, pairs, mel, meta))
 
     def add_fault(self, reason: str) -> None:
         """A row that cannot be used."""
@@ -119,7 +124,8 @@ def load_lengths(
     IncompleteSourceError for a dataset without index or rows tables, SchemaError for damaged ones.
     """
     index = PackedIndex.read(dataset)
-    place = packed_cache(dataset, index.num_rows, joint_fingerprint(index.fingerprint, assets.fingerprint), cache)
+    fingerprint = joint_fingerprint(LENGTHS_VERSION, index.fingerprint, assets.fingerprint)
+    place = packed_cache(dataset, index.num_rows, fingerprint, cache, COLUMNS)
     parts = [(folder, sum(s.rows for s in shards)) for folder, shards in groupby(index.shards, lambda s: s.folder)]
     if len({folder for folder, _ in parts}) < len(parts):
         raise SchemaError(f"{dataset}/{INDEX_FILE} lists the shards of a partition in several places")
@@ -137,8 +143,8 @@ def load_text_lengths(
     advance: Callable[[int], None] = _nobody,
 ) -> Lengths:
     """The lengths of text-only files; as `load_lengths`. cache: default the user's cache folder."""
-    fingerprint = joint_fingerprint(files.fingerprint, rows.fingerprint, assets.fingerprint)
-    place = text_cache(files.num_rows, fingerprint, cache)
+    fingerprint = joint_fingerprint(LENGTHS_VERSION, files.fingerprint, rows.fingerprint, assets.fingerprint)
+    place = text_cache(files.num_rows, fingerprint, cache, COLUMNS)
     counts = files.block_rows.tolist()
     tasks = [_Task(partial(_block_lengths, files, rows, block), count) for block, count in enumerate(counts)]
     return _cached(place, tasks, assets, workers, advance)
@@ -159,11 +165,12 @@ def packed_row_lengths(builder: LengthsBuilder, meta_json: str) -> None:
     """Adds one row of a rows table by its `meta` column. SchemaError for a meta that is none."""
     try:
         meta = SampleMeta.model_validate_json(meta_json)
+        checked = meta_hash(json.loads(meta_json))
     except ValidationError as error:
         raise SchemaError(f"meta: {error.errors()[0]['msg']}") from error
     try:
         counts = media_counts(meta, builder.assets.style)
-        builder.add(meta.conversation, counts, _mel_frames(meta, builder.assets))
+        builder.add(meta.conversation, counts, _mel_frames(meta, builder.assets), checked)
     except (RowError, UnsupportedError, ValueError) as error:
         builder.add_fault(f"{meta.id}: {error}")
 
@@ -211,7 +218,7 @@ def _computed(
         return
     # few calls of many tasks: each call carries the tokenizer
     calls = np.array_split(np.arange(len(tasks)), min(len(tasks), processes * CALLS))
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=worker_context("spawn")) as pool:
         chunks = [[tasks[i] for i in call] for call in calls]
         futures = [pool.submit(_run_tasks, chunk, assets) for chunk in chunks]
         try:
@@ -248,7 +255,7 @@ def _partition_lengths(dataset: str, folder: str, count: int, assets: ProcessorA
         for batch in table.iter_batches(BATCH_ROWS, columns=["meta"]):
             for meta in batch.column("meta").to_pylist():
                 packed_row_lengths(builder, meta)
-    except (pa.ArrowException, KeyError, SchemaError) as error:
+    except (pa.ArrowException, KeyError, TypeError, OSError, SchemaError) as error:
         raise SchemaError(f"{where}, row {len(builder.rows)}: {error}") from error
     if len(builder.rows) != count:
         raise SchemaError(f"{where} has {len(builder.rows)} rows; the index counts {count} samples")

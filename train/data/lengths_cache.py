@@ -6,13 +6,15 @@ import io
 import logging
 import os
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from train.data.durable import write_durably
 from train.data.packed_files import is_remote, local_path
 
 CACHE_FOLDER = "lengths"
@@ -21,10 +23,12 @@ log = logging.getLogger("omniloom.train")
 
 @dataclass(frozen=True)
 class LengthsCache:
-    """files: where the lengths may lie, the preferred place first; rows: how many they must be of."""
+    """files: where the lengths may lie, the preferred place first; rows: how many they must be of; columns: arrays that
+    they must have."""
 
     files: tuple[Path, ...]
     rows: int
+    columns: tuple[str, ...] = ()
 
     def read(self) -> dict[str, np.ndarray] | None:
         """The arrays that `write` was given; None when there are none. A damaged file counts as none, which is said."""
@@ -34,12 +38,12 @@ class LengthsCache:
                     arrays = {name: stored[name] for name in stored.files}
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
                 log.warning("%s is damaged and is made again: %s", path, error)
                 continue
-            if len(arrays.get("total", ())) == self.rows:
+            if all(len(arrays.get(name, ())) == self.rows for name in ("total", *self.columns)):
                 return arrays
-            log.warning("%s has other rows than the data and is made again", path)
+            log.warning("%s has other rows or columns than the data and is made again", path)
         return None
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> Path | None:
@@ -49,7 +53,7 @@ class LengthsCache:
         failed = []
         for path in self.files:
             try:
-                _write_atomic(path, buffer.getvalue())
+                write_durably(path, buffer.getvalue())
             except OSError as error:
                 failed.append(f"{path.parent}: {error.strerror}")
             else:
@@ -58,32 +62,25 @@ class LengthsCache:
         return None
 
 
-def _write_atomic(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+def packed_cache(dataset: str, rows: int, fingerprint: str, folder: str | None, columns: Sequence[str]) -> LengthsCache:
+    """Of a packed dataset: in `folder`, beside its shards, or in the user's cache; looked for in all of them, written
+    to the first that can be written."""
+    beside = [] if is_remote(dataset) else [local_path(dataset) / CACHE_FOLDER]
+    return _in_any([*_given(folder), *beside, _user_folder()], rows, fingerprint, columns)
 
 
-def packed_cache(dataset: str, rows: int, fingerprint: str, folder: str | None) -> LengthsCache:
-    """Of a packed dataset: in `folder`; by default beside its shards, or in the user's cache where those cannot be
-    written."""
-    name = f"{fingerprint}.npz"
-    if folder is not None:
-        return LengthsCache((Path(folder) / name,), rows)
-    beside = () if is_remote(dataset) else (local_path(dataset) / CACHE_FOLDER / name,)
-    return LengthsCache((*beside, _user_folder() / name), rows)
+def text_cache(rows: int, fingerprint: str, folder: str | None, columns: Sequence[str]) -> LengthsCache:
+    """Of text files: in `folder`, or in the user's cache; as `packed_cache`."""
+    return _in_any([*_given(folder), _user_folder()], rows, fingerprint, columns)
 
 
-def text_cache(rows: int, fingerprint: str, folder: str | None) -> LengthsCache:
-    """Of text files: in `folder`, by default in the user's cache."""
-    return LengthsCache(((Path(folder) if folder is not None else _user_folder()) / f"{fingerprint}.npz",), rows)
+def _given(folder: str | None) -> list[Path]:
+    return [] if folder is None else [Path(folder)]
+
+
+def _in_any(folders: Sequence[Path], rows: int, fingerprint: str, columns: Sequence[str]) -> LengthsCache:
+    files = dict.fromkeys(folder / f"{fingerprint}.npz" for folder in folders)
+    return LengthsCache(tuple(files), rows, tuple(columns))
 
 
 def joint_fingerprint(*parts: str) -> str:

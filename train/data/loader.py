@@ -12,8 +12,8 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from typing import Any
 
@@ -31,6 +31,7 @@ from train.data.rank_plan import DataRank, Position, RankPlan
 from train.data.reader import BatchMaker, BatchRequest, Failure
 from train.data.serving import ModelInputs, serve
 from train.data.sources import OpenSource
+from train.data.worker_context import worker_context
 
 STATE_VERSION = 1
 
@@ -156,22 +157,34 @@ class TrainLoader:
             return None
         cache = self.data.cache
         needs = map(self._needs, self.mine.requests(self.position, steps))
-        return ShardFetcher(needs, cache.fetch_steps * self.mine.micro_steps, cache.fetch_threads)
+        ahead = cache.fetch_steps * self.mine.micro_steps
+        return ShardFetcher(needs, ahead, cache.fetch_threads, mask_lost=self.data.dead_samples == "mask")
 
     def _needs(self, request: BatchRequest) -> list[Wanted]:
+        return [wanted for _, _, wanted in self._remote_shards(request)]
+
+    def _remote_shards(self, request: BatchRequest) -> list[tuple[int, int, Wanted]]:
+        """(source, shard, itself) of those that a request reads."""
         pairs = set(zip(request.source.tolist(), request.shard.tolist(), strict=True))
         return [
-            Wanted(self._serving.caches[source], self.sources[source].shards[shard])
+            (source, shard, Wanted(self._serving.caches[source], self.sources[source].shards[shard]))
             for source, shard in sorted(pairs)
             if source in self._serving.caches
         ]
+
+    def _without_lost(self, request: BatchRequest, lost: Mapping[tuple[str, str], str]) -> BatchRequest:
+        """The request, with word of those of its shards that the store does not have."""
+        if not lost:
+            return request
+        found = [(s, n, lost[wanted.key]) for s, n, wanted in self._remote_shards(request) if wanted.key in lost]
+        return replace(request, lost=tuple(found))
 
     def _start_prefetcher(self, steps: int, fetcher: ShardFetcher | None) -> DevicePrefetcher:
         settings = self.data.dataloader
         pin = self.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         workers: dict[str, Any] = {}
         if settings.num_workers:
-            context = multiprocessing.get_context(settings.start_method)
+            context = worker_context(settings.start_method)
             if settings.start_method == "forkserver":
                 context.set_forkserver_preload([BatchMaker.__module__])  # imported once for all workers
             workers = {
@@ -182,10 +195,11 @@ class TrainLoader:
         loader = DataLoader(
             self.maker,
             batch_size=None,
-            sampler=_Requests(self.mine.requests(self.position, steps), fetcher),
+            sampler=_Requests(self.mine.requests(self.position, steps), fetcher, self._without_lost),
             num_workers=settings.num_workers,
             collate_fn=_as_it_is,
             worker_init_fn=_end_with_trainer,
+            generator=torch.Generator(),  # else each start of a loader takes a number from the training's own
             pin_memory=pin,
             **workers,
         )
@@ -195,24 +209,43 @@ class TrainLoader:
 class _Requests(Sampler[BatchRequest]):
     """Hands requests to the workers, each when its shards are there."""
 
-    def __init__(self, requests: Iterator[BatchRequest], fetcher: ShardFetcher | None) -> None:
-        self._requests, self._fetcher = requests, fetcher
+    def __init__(
+        self,
+        requests: Iterator[BatchRequest],
+        fetcher: ShardFetcher | None,
+        without: Callable[[BatchRequest, Mapping[tuple[str, str], str]], BatchRequest],
+    ) -> None:
+        self._requests, self._fetcher, self._without = requests, fetcher, without
 
     def __iter__(self) -> Iterator[BatchRequest]:
         for unit, request in enumerate(self._requests):
-            if self._fetcher is not None:
-                self._fetcher.ready(unit)
-            yield request
+            if self._fetcher is None:
+                yield request
+                continue
+            self._fetcher.ready(unit)
+            yield self._without(request, self._fetcher.lost)
 
 
 def _batches(loader: DataLoader[Batch | Failure], fetcher: ShardFetcher | None) -> Iterator[Batch]:
-    """The batches in order; raises what a worker handed back instead."""
-    for unit, made in enumerate(loader):
+    """The batches in order; raises what a worker handed back instead. OmniloomError for a worker that is gone."""
+    units = enumerate(loader)
+    while True:
+        try:
+            unit, made = next(units)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader "):
+                raise
+            raise OmniloomError(
+                f"{str(error).splitlines()[0]}; a worker was killed, often for lack of memory, or hangs: lower "
+                "data.dataloader.num_workers or prefetch_factor, and go on from the last checkpoint"
+            ) from error
         if isinstance(made, Failure):
             raise made.error()
         if fetcher is not None:
             fetcher.done(unit)
-        yield made
+        yield made.owned()
 
 
 def _as_it_is(item: Any) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.batch import Batch, MediaFeatures
+from train.data import route
+from train.data.batch import Batch
 from train.data.device import make_features
 from train.data.processor import ProcessorAssets
-from train.models.inputs import ModelInputs
+from train.models.inputs import ModelInputs, RowExchange
 from train.ops.segments import Segments
 
 
@@ -44,9 +47,9 @@ def model_inputs(
         grids=features.grids,
         mel=features.mel,
         mel_lengths=features.mel_lengths,
-        vision_rows=_rows(batch, batch.route.vision.recv_rows),
-        audio_rows=_rows(batch, batch.route.audio.recv_rows),
-        **_dummies(features, dummy_towers),
+        dummy_vision=dummy_towers and not features.grids,
+        dummy_audio=dummy_towers and not features.mel_lengths,
+        **_destinations(batch),
     )
 
 
@@ -59,18 +62,29 @@ def batch_segments(batch: Batch) -> Segments:
     return Segments(batch.cu_seqlens, kept, batch.max_seqlen)
 
 
-def _rows(batch: Batch, rows: np.ndarray) -> Tensor | None:
-    """Under sequence parallelism the route's exchange fills the rows, not the model."""
-    if batch.route.sp_size > 1:
-        return None
+def _destinations(batch: Batch) -> dict[str, Any]:
+    """Where the towers' outputs go: rows of this rank, or an exchange under sequence parallelism."""
+    vision, audio = batch.route.vision, batch.route.audio
+    if batch.route.sp_size == 1:
+        return {
+            "vision_rows": _to_device(batch, vision.recv_rows),
+            "audio_rows": _to_device(batch, audio.recv_rows),
+        }
+    return {"vision_exchange": _exchange(batch, vision), "audio_exchange": _exchange(batch, audio)}
+
+
+def _exchange(batch: Batch, planned: route.RowExchange) -> RowExchange:
+    in_order = np.array_equal(planned.send_index, np.arange(len(planned.send_index)))
+    return RowExchange(
+        send_index=None if in_order else _to_device(batch, planned.send_index),
+        send_counts=planned.send_counts,
+        recv_counts=planned.recv_counts,
+        recv_rows=_to_device(batch, planned.recv_rows),
+    )
+
+
+def _to_device(batch: Batch, rows: np.ndarray) -> Tensor:
     found = torch.from_numpy(rows)
     if batch.ids.is_cuda:
         found = found.pin_memory()  # a copy from pageable memory would wait for the device
     return found.to(batch.ids.device, non_blocking=True)
-
-
-def _dummies(features: MediaFeatures, wanted: bool) -> dict[str, bool]:
-    return {
-        "dummy_vision": wanted and not features.grids,
-        "dummy_audio": wanted and not features.mel_lengths,
-    }

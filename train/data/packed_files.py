@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import fsspec
 import xxhash
 
-from schemas.errors import IncompleteSourceError, SchemaError
+from schemas.errors import ConfigError, IncompleteSourceError, OmniloomError, SchemaError
 from schemas.sample import COLUMNS
 
 INDEX_FILE = "index.json"
+RETRIES = 3
+_FIRST_WAIT_S = 0.5  # before something is tried again; doubled each time
+
+log = logging.getLogger("omniloom.train")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,45 @@ def local_path(dataset: str) -> Path:
 
 
 def read_file(dataset: str, name: str) -> bytes | None:
-    """The bytes of DATASET/NAME; None when it does not exist."""
+    """The bytes of DATASET/NAME; None when it does not exist. OmniloomError for a store that does not answer."""
     try:
         if not is_remote(dataset):
             return (local_path(dataset) / name).read_bytes()
-        with fsspec.open(f"{dataset.rstrip('/')}/{name}", "rb") as file:
-            data: bytes = file.read()
-            return data
+        url = f"{dataset.rstrip('/')}/{name}"
+        return with_retries(lambda: _read_url(url), f"{url} cannot be read")
     except FileNotFoundError:
         return None
+
+
+def _read_url(url: str) -> bytes:
+    with fsspec.open(url, "rb") as file:
+        data: bytes = file.read()
+        return data
+
+
+def with_retries(
+    call: Callable[[], Result], failed: str, retries: int = RETRIES, stop: threading.Event | None = None
+) -> Result:
+    """What `call` of an object store gives, tried up to `retries` + 1 times.
+
+    FileNotFoundError and ConfigError are answers and pass at once; an OmniloomError of `call` passes after the last
+    try. OmniloomError, beginning with `failed`, for anything else, because every client library has classes of its own.
+    stop: no more waiting once it is set.
+    """
+    wait_s = _FIRST_WAIT_S
+    for attempt in range(retries + 1):
+        try:
+            return call()
+        except (FileNotFoundError, ConfigError):
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            if attempt == retries or (stop is not None and stop.is_set()):
+                if isinstance(error, OmniloomError):
+                    raise
+                tries = f"{attempt + 1} tries" if attempt else "1 try"
+                raise OmniloomError(f"{failed} ({tries}): {reason}; run the same command again later") from error
+            log.warning("%s: %s; trying again in %.1f s", failed, reason, wait_s)
+            (stop or threading.Event()).wait(wait_s)
+            wait_s *= 2
+    raise AssertionError("the last try returns or raises")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
 
 from train.config import BatchConfig, DataConfig
 from train.data.lanes import PlanBudget
@@ -15,18 +18,24 @@ from train.data.processor import ProcessorAssets
 from train.data.sources import OpenSource, cache_folder, open_sources, row_table
 from train.progress import progress
 
+log = logging.getLogger("omniloom.train")
+
 
 def open_data(
     data: DataConfig, batch: BatchConfig, assets: ProcessorAssets, show: bool = True
 ) -> tuple[list[OpenSource], PlanStore]:
-    """The sources and their plans, the first epoch's made. show: progress of what takes time, on one rank. Ranks of a
-    node wait for one another, so that each row is counted once."""
+    """The sources and their plans, the first epoch's made. show: on one rank, the progress of what takes time, and the
+    `plan_notes`, through the logger omniloom.train. Ranks of a node wait for one another, so that each row is counted
+    once."""
     said = progress if show else _silent
     with _one_at_a_time(cache_folder(data)), said("counting tokens", None, "rows") as advance:
         sources = open_sources(data, assets, batch.seed, lambda _, count: advance(count))
     with said("planning the epoch", None, "windows") as advance:
         plans = make_plans(sources, data, batch, lambda done, of: advance(1))
         plans.steps(0)
+    if show:
+        for note in plan_notes(plans, sources):
+            log.info("%s", note)
     return sources, plans
 
 
@@ -49,7 +58,7 @@ def make_plans(
     batch: BatchConfig,
     advance: Callable[[int, int], None] | None = None,
 ) -> PlanStore:
-    """The plans of these sources; the same on every rank. Says what was left out and whether lanes were lowered."""
+    """The plans of these sources; the same on every rank."""
     budget = PlanBudget(
         max_seq_len=data.max_seq_len,
         global_batch_size=batch.global_batch_size,
@@ -66,6 +75,14 @@ def plan_notes(plans: PlanStore, sources: Sequence[OpenSource]) -> list[str]:
     """What a user should know of the plan before training: one line each."""
     planner = plans.planner
     notes = [planner.lanes.note] if planner.lanes.note else []
+    first = plans.epoch(0)
+    if empty := int((np.diff(first.bounds) == 0).sum()):
+        asked = planner.budget.global_batch_size
+        few = "; the data fill less than one step: lower train.global_batch_size" if first.steps == 1 else ""
+        notes.append(
+            f"{empty} of {len(first.cost)} packed sequences of the first epoch hold padding alone, so that its "
+            f"{first.steps} step{'s' * (first.steps > 1)} have train.global_batch_size {asked} each{few}"
+        )
     for source in sources:
         name = source.rows.name
         if count := planner.too_long[name]:
@@ -74,8 +91,8 @@ def plan_notes(plans: PlanStore, sources: Sequence[OpenSource]) -> list[str]:
                 f"{planner.budget.max_seq_len} and are left out"
             )
         if count := planner.empty[name]:
-            first = f"; the first: {source.lengths.faults[0][1]}" if source.lengths.faults else ""
-            notes.append(f"data source {name}: {count} of {len(source.lengths)} rows cannot be used{first}")
+            why = f"; the first: {source.lengths.faults[0][1]}" if source.lengths.faults else ""
+            notes.append(f"data source {name}: {count} of {len(source.lengths)} rows cannot be used{why}")
         if count := source.lengths.without_labels:
             notes.append(f"data source {name}: {count} rows have no token to train on")
     return notes

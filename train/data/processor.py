@@ -9,13 +9,13 @@ from typing import Any
 
 import xxhash
 
-from schemas.chat import ChatStyle, Form
+from schemas.chat import ChatStyle, Form, PixelLimits
 from schemas.chat_tokens import ChatTokens, PlainEncoder
 from schemas.errors import ConfigError, UnsupportedError
 from schemas.geometry import MEL_HOP, MEL_WINDOW, TOKENS_PER_WINDOW
 from schemas.media_counts import SAMPLE_RATE
 
-LAYOUT_VERSION = 1  # raised whenever the same row gives other tokens, so that cached lengths are made again
+LAYOUT_VERSION = 2  # raised whenever the same row gives other tokens, so that cached lengths are made again
 POSITIONS_PER_SECOND = TOKENS_PER_WINDOW * SAMPLE_RATE / (MEL_HOP * MEL_WINDOW)  # of the clock: one per sound token
 
 
@@ -89,6 +89,7 @@ def load_assets(
         use_audio_in_video=use_audio_in_video,
         wrap_video=wrap_video,
         system=system,
+        pixels=pixel_limits(processor),
     )
     sound = None
     if form == "qwen3_omni":
@@ -110,6 +111,40 @@ def vision_spec(processor: Any) -> VisionSpec:
         mean=tuple(processor.image_mean),
         std=tuple(processor.image_std),
     )
+
+
+def pixel_limits(processor: Any) -> PixelLimits:
+    """Of a Hugging Face processor: what a call of it gives. UnsupportedError for sizes in another form."""
+    image, video = processor.image_processor, processor.video_processor
+    own = _edges(video, video.size)
+    # Qwen3-Omni's processor calls its video processor with a size of its own
+    called = getattr(processor, "videos_kwargs", None) or _older_defaults(processor).get("videos_kwargs", {})
+    limits = _edges(video, called["size"]) if "size" in called else own
+    return PixelLimits(
+        image=_edges(image, image.size),
+        video=limits,
+        video_floor=min(own[0], limits[0]),
+        per_clip=type(video).__name__.startswith("Qwen3VL"),
+        capped=bool(called.get("cap_pixels_per_frame", getattr(video, "cap_pixels_per_frame", None))),
+        max_video_tokens=int(getattr(video, "max_video_tokens", PixelLimits.max_video_tokens)),
+    )
+
+
+def _older_defaults(processor: Any) -> dict[str, Any]:
+    """Of transformers before 5.20, which keeps them in another place."""
+    found: dict[str, Any] = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
+    return found
+
+
+def _edges(processor: Any, size: Any) -> tuple[int, int]:
+    """(min, max) pixels."""
+    low, high = dict(size).get("shortest_edge"), dict(size).get("longest_edge")
+    if not processor.do_resize or not low or not high:
+        raise UnsupportedError(
+            f"{type(processor).__name__} has do_resize {processor.do_resize} and size {dict(size)}; omniloom takes "
+            "do_resize true with size.shortest_edge and size.longest_edge (or min_pixels and max_pixels)"
+        )
+    return int(low), int(high)
 
 
 def sound_spec(extractor: Any) -> SoundSpec:

@@ -25,13 +25,14 @@ log = logging.getLogger("omniloom.train")
 @dataclass(frozen=True)
 class BatchRequest:
     """The rows of one micro-batch, sequence after sequence: number of the source, number of the shard in it, index in
-    the shard, and planned tokens, int64 [rows] each."""
+    the shard, and planned tokens, int64 [rows] each; lost: (source, shard, why) of shards that cannot be had."""
 
     place: BatchPlace
     source: np.ndarray
     shard: np.ndarray
     index: np.ndarray
     tokens: np.ndarray
+    lost: tuple[tuple[int, int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class RowReader:
     sources: Mapping[int, SourceReader]
     transform: SampleTransform
     mask_dead: bool
+
+    def lose(self, source: int, shard: int, reason: str) -> None:
+        """That shard of a packed source cannot be had."""
+        part = self.sources[source].part
+        if isinstance(part, PackedPart):
+            part.lose(shard, reason)
 
     def load(self, source: int, shard: int, index: int, tokens: int) -> tuple[TrainSample, DeadSample | None]:
         """The sample of a row, and what is wrong with it if it is dead. VerificationError: it is dead and may not be,
@@ -133,6 +140,8 @@ class BatchMaker(torch.utils.data.Dataset[Batch | Failure]):
 
     def make(self, request: BatchRequest) -> Batch:
         """The batch, or an OmniloomError."""
+        for source, shard, reason in request.lost:
+            self.reader.lose(source, shard, reason)
         samples: list[TrainSample] = []
         dead: list[DeadSample] = []
         for row in zip(
@@ -160,11 +169,6 @@ class BatchMaker(torch.utils.data.Dataset[Batch | Failure]):
         if not self.reader.mask_dead:
             raise VerificationError(
                 f"{said}; repack that row, or set data.dead_samples: mask to train on zeros in its place"
-            ) from error
-        if self.collator.sp_size > 1:
-            raise VerificationError(
-                f"{said}; under sequence parallelism only the rank that decodes a medium sees this, so it cannot be "
-                "masked: repack that row"
             ) from error
         samples[error.sample] = dead_copy(sample)
         return DeadSample(sample.source, sample.key, error.reason)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from schemas.errors import ConfigError
 from train.config import BatchConfig, DataConfig
 from train.data.collate import Collator, DataCollateInfo, ExtraArrays
 from train.data.packed_files import is_remote
@@ -17,6 +18,7 @@ from train.data.route import RouteSpec
 from train.data.shard_cache import ShardCache
 from train.data.sources import OpenSource, cache_folder
 from train.data.store import CacheSpec, PackedPart, TextPart, cache_of, check_shards
+from train.data.text_files import KEPT_BLOCKS, TextFiles
 from train.data.transform import SampleTransform
 
 GIGABYTE = 10**9
@@ -49,7 +51,14 @@ def serve(
     rank: DataRank,
     model: ModelInputs,
 ) -> Serving:
-    """Opens the shards of this rank's lanes. VerificationError: one is missing or cut off."""
+    """Opens the shards of this rank's lanes. VerificationError: one is missing or cut off. ConfigError: dead_samples is
+    mask under sequence parallelism, where a row that one rank of the group cannot read, and another can, would be
+    trained on by a part of them."""
+    if data.dead_samples == "mask" and rank.sp_size > 1:
+        raise ConfigError(
+            f"data.dead_samples: mask needs train.accelerator.ulysses_size 1, and it is {rank.sp_size}: ranks of a "
+            "sequence would not always agree on which rows are dead; use dead_samples: fail"
+        )
     shards, table = mine.shards(), mine.table
     owner = np.searchsorted(table.shard_starts, shards, side="right") - 1
     readers: dict[int, SourceReader] = {}
@@ -60,13 +69,14 @@ def serve(
             continue
         part: PackedPart | TextPart
         if source.files is not None:
-            part = TextPart(source.files)
+            part = TextPart(source.files, _blocks_in_use(source.files, len(mine.lanes), data.window_rows))
         else:
             spec = _cache_spec(source, data)
             if spec is not None:
                 limit = data.cache.limit_gb
                 caches[number] = cache_of(source.config.path, spec, None if limit is None else int(limit * GIGABYTE))
-            part = PackedPart.make(source.config.path, source.shards, numbers, cache_folder(data) / "views", spec)
+            views = cache_folder(data) / "views"
+            part = PackedPart.make(source.config.path, source.shards, numbers, views, spec, metas=source.lengths.meta)
             if data.dead_samples == "fail":
                 check_shards(part)
         readers[number] = SourceReader(source.rows.name, part, source.text)
@@ -82,6 +92,13 @@ def serve(
     )
     reader = RowReader(readers, SampleTransform(assets), data.dead_samples == "mask")
     return Serving(BatchMaker(reader, collator), caches)
+
+
+def _blocks_in_use(files: TextFiles, lanes: int, window_rows: int) -> int:
+    """Blocks of a text source that the windows of all lanes of a rank take their rows from, twice: rows that fill no
+    sequence wait for the next window."""
+    per_block = max(1, files.num_rows // len(files.block_rows))
+    return max(KEPT_BLOCKS, 2 * lanes * (-(-window_rows // per_block) + 1))
 
 
 def _cache_spec(source: OpenSource, data: DataConfig) -> CacheSpec | None:

@@ -12,11 +12,8 @@ search for room does. Only files below a folder with a REMOTE that names an obje
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import threading
-import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,17 +21,15 @@ from pathlib import Path
 import fsspec
 import xxhash
 
-from schemas.errors import ConfigError, IncompleteSourceError, OmniloomError, VerificationError
-from train.data.packed_files import is_remote, local_path
+from schemas.errors import ConfigError, IncompleteSourceError, VerificationError
+from train.data.durable import sync_file, write_durably
+from train.data.packed_files import is_remote, local_path, with_retries
 from train.data.range_locks import RangeLocks
 from train.data.shard_index import Shard, file_digest
 
 REMOTE_FILE = "REMOTE"
 PART, ROOM = ".part", ".room"  # endings: of a download in the making; of an empty file as long as one that is to come
 _SHARDS = "shards"
-_FIRST_WAIT_S = 0.5  # before a download is tried again; doubled each time
-
-log = logging.getLogger("omniloom.train")
 
 
 class ShardCache:
@@ -63,9 +58,7 @@ class ShardCache:
         if self.folder.exists() and any(self.folder.iterdir()):
             raise ConfigError(f"data.cache.dir: {self.folder} has files that omniloom did not put there")
         self.folder.mkdir(parents=True, exist_ok=True)
-        beside = note.with_name(f".{REMOTE_FILE}.{uuid.uuid4().hex[:8]}")
-        beside.write_text(self.dataset + "\n", encoding="utf-8")
-        beside.replace(note)
+        write_durably(note, f"{self.dataset}\n".encode())
 
     def close(self) -> None:
         """Lets go of every pin."""
@@ -102,8 +95,9 @@ class ShardCache:
     def _key(self, name: str) -> str:
         return f"{self.folder.name}/{name}"
 
-    def fetch(self, shard: Shard, again: bool = False) -> None:
-        """Downloads the shard unless it is there, and checks its hash. again: even if it is there.
+    def fetch(self, shard: Shard, again: bool = False, stop: threading.Event | None = None) -> None:
+        """Downloads the shard unless it is there, and checks its hash. again: even if it is there; stop: once it is
+        set, nothing is tried again.
 
         The caller has pinned it. VerificationError: the remote's bytes are not those of the index;
         IncompleteSourceError: the remote has no such file; OmniloomError: the store failed `retries` + 1 times.
@@ -113,7 +107,7 @@ class ShardCache:
         try:
             if again or not self.has(shard):
                 self._remove_parts(shard)
-                self._download(shard)
+                self._download(shard, stop)
         finally:
             self._downloads.free(key)
             self.cancel([shard])
@@ -124,31 +118,19 @@ class ShardCache:
         for left in target.parent.glob(f"{glob.escape(target.name)}.*{PART}"):
             left.unlink(missing_ok=True)
 
-    def _download(self, shard: Shard) -> None:
+    def _download(self, shard: Shard, stop: threading.Event | None = None) -> None:
         target = self.path(shard.name)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f"{target.name}.{os.getpid()}{PART}")
         url = f"{self.dataset}/{shard.name}"
-        wait_s = _FIRST_WAIT_S
-        for attempt in range(self.retries + 1):
-            try:
-                self._copy(url, shard, beside)
-                beside.replace(target)
-                return
-            except FileNotFoundError as error:
-                raise IncompleteSourceError(f"{url} does not exist, but the dataset's index lists it") from error
-            except (OSError, VerificationError) as error:
-                if attempt == self.retries:
-                    if isinstance(error, VerificationError):
-                        raise
-                    raise OmniloomError(
-                        f"{url} cannot be downloaded to {target} ({attempt + 1} tries): {error}"
-                    ) from error
-                log.warning("%s: %s; trying again in %.1f s", url, error, wait_s)
-                time.sleep(wait_s)
-                wait_s *= 2
-            finally:
-                beside.unlink(missing_ok=True)
+        failed = f"{url} cannot be downloaded to {target}"
+        try:
+            with_retries(lambda: self._copy(url, shard, beside), failed, self.retries, stop)
+            beside.replace(target)
+        except FileNotFoundError as error:
+            raise IncompleteSourceError(f"{url} does not exist, but the dataset's index lists it") from error
+        finally:
+            beside.unlink(missing_ok=True)
 
     def _copy(self, url: str, shard: Shard, beside: Path) -> None:
         fs, path = fsspec.url_to_fs(url)
@@ -158,6 +140,7 @@ class ShardCache:
                 f"{url}: {beside.stat().st_size} bytes with another {shard.algorithm} than the index says "
                 f"({shard.bytes} bytes, {shard.digest}); run `omniloom pack verify {self.dataset}`"
             )
+        sync_file(beside)
 
     def reserve(self, shards: list[Shard], forced: bool = False) -> bool:
         """Makes room for shards that are pinned and not there, and keeps it until they are fetched or `cancel`led.

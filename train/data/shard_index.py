@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import xxhash
 
 from schemas.errors import IncompleteSourceError, SchemaError
 from schemas.sample import COLUMNS
+from train.data.durable import write_durably
 from train.data.packed_files import INDEX_FILE, read_file
 
 _BLOCK = 16 << 20
@@ -91,9 +90,6 @@ def write_sub_index(folder: Path, shards: Iterable[Shard], locate: Callable[[str
     data = json.dumps({"version": 2, "shards": entries}).encode()
     view = folder / xxhash.xxh3_128_hexdigest(data)
     target = view / INDEX_FILE
-    if not target.exists():
-        view.mkdir(parents=True, exist_ok=True)
-        beside = view / f".{INDEX_FILE}.{uuid.uuid4().hex[:8]}"
-        beside.write_bytes(data)
-        os.replace(beside, target)
+    if not (target.is_file() and target.read_bytes() == data):
+        write_durably(target, data)
     return view

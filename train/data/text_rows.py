@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,16 @@ class TextRows:
         else the file holds.
         """
         self._load()
+        try:
+            return self._turns(raw, file, row)
+        except RecursionError as error:
+            raise RowError("bad_row", f"{file}, row {row}: is nested too deeply") from error
+        except RowError as error:
+            if file in error.detail:
+                raise
+            raise RowError(error.reason, f"{file}, row {row}: {error.detail}", error.stage) from error
+
+    def _turns(self, raw: Any, file: str, row: int) -> tuple[str, list[Turn]]:
         parsed = parse_row(raw, base="", location=(file, row), occurrence=row)
         media = len(parsed.videos) + len(parsed.audios) + len(parsed.images)
         if media:
@@ -57,17 +67,30 @@ class TextRows:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the preprocessor, its module's source, or what it is given does."""
+        """Changes when the preprocessor, its module's source, or what it is given does; with the seed only where the
+        preprocessor may use chance."""
         self._load()
         function = PREPROCESSOR_REGISTRY[self.source_name]
         try:
             source = inspect.getsource(inspect.getmodule(function) or function)
         except (OSError, TypeError):  # made at run time: no file to read
             source = ""
-        given = [self.source_name, dict(self.arguments), self.seed, source]
+        seed = self.seed if _may_use_chance(function) else None
+        given = [self.source_name, dict(self.arguments), seed, source]
         return str(xxhash.xxh3_64_hexdigest(json.dumps(given, sort_keys=True, default=str).encode()))
 
     def _load(self) -> None:
         """A worker process that was just spawned has no preprocessors yet."""
         if self.source_name not in PREPROCESSOR_REGISTRY:
             load_preprocessors(self.imports)
+
+
+def _may_use_chance(function: Callable[..., Any]) -> bool:
+    """Whether a preprocessor names `rng`, or hands its keyword arguments on."""
+    try:
+        source = inspect.getsource(function)
+        parameters = inspect.signature(function).parameters.values()
+    except (OSError, TypeError, ValueError):
+        return True
+    handed_on = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+    return "rng" in source or any(source.count(name) > 1 for name in handed_on)

@@ -7,11 +7,14 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
 from train.ops.attention import check_rows, check_window, without
 from train.ops.segments import Segments
+
+_HEAD_MULTIPLE = 8  # of the kernel's head sizes
 
 
 def torch_varlen(
@@ -29,11 +32,19 @@ def torch_varlen(
     if softcap is not None:
         raise without("torch_varlen", "softcap of attention scores", "flex_attention or flash_attention_*")
     check_rows(q, k, v, segments)
-    options = varlen_options(_parameters(), causal=causal, scale=scale, window=window, grouped=q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None and q.shape[-1] % _HEAD_MULTIPLE else scale
+    options = varlen_options(_parameters(), causal=causal, scale=scale, window=window, grouped=grouped)
     bounds, longest = segments.cu_seqlens, segments.max_seqlen
     attend: Any = varlen.varlen_attn
-    out: Tensor = attend(q, k, v, bounds, bounds, longest, longest, **options)
-    return out
+    out: Tensor = attend(_padded(q), _padded(k), _padded(v), bounds, bounds, longest, longest, **options)
+    return out[..., : v.shape[-1]]
+
+
+def _padded(heads: Tensor) -> Tensor:
+    """Zeros up to the size of a head that the kernel takes; they add nothing to scores and results."""
+    missing = -heads.shape[-1] % _HEAD_MULTIPLE
+    return F.pad(heads, (0, missing)) if missing else heads
 
 
 def varlen_options(

@@ -1,13 +1,21 @@
 """The language-model head together with its loss, whole logits never in memory; the backend `fused_triton`.
 
 Rows are taken in chunks whose logits fill about `CHUNK_BYTES`: a chunk of 4096 rows keeps the matrix products at full
-rate, where chunks of a few hundred rows do not. One kernel turns a chunk's logits into their gradient in place and gives
-the loss of each row. The weight's gradient is summed in float32 over the chunks. The gradients are made in the forward
-pass, as in Liger-Kernel (arXiv:2410.10989); the backward pass multiplies them by the incoming scalar, which stays on the
-device. There is no host sync.
+rate, where chunks of a few hundred rows do not. One kernel turns a chunk's logits into their gradient in place and
+gives the loss of each row. The weight's gradient is summed in float32 over the chunks. The gradients are made in the
+forward pass, as in Liger-Kernel (arXiv:2410.10989); the backward pass multiplies them by the incoming scalar, which
+stays on the device. There is no host sync.
+
+One H200, V = 151,936, H = 2048, bfloat16, forward and backward: 24.3 ms at T = 8192 and 95 to 98 ms at 32768, 80 and
+79 to 81 % of 790 TFLOP/s, in 2.35 and 2.45 GiB with both gradients. Liger-Kernel 0.8.5 took 2.3 and 1.13 times as
+long, VeOmni 0.1.12's chunk_loss 1.7 times. The products take 22 of the 24 ms; the kernel 1.0 ms for each 4096 rows.
+Chunks of half the size take 2.5 % longer and 0.6 GiB less; larger blocks of columns in the kernel up to 80 % longer.
 
 Shapes: T rows, H hidden size, V vocabulary.
 """
+
+# kernels take pointers, which have no type here
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 
@@ -40,8 +48,10 @@ def linear_cross_entropy(
     hidden: [T, H]; weight: [V, H] of the same dtype; labels: int64 [T], already shifted, -100 = none, any other number
     outside [0, V) makes the loss NaN; scale: float32 scalar on the device, without gradient.
     """
+    enabled = torch.is_grad_enabled()  # within the function gradients are always off
+    wanted = (enabled and hidden.requires_grad, enabled and weight.requires_grad)
     loss, token_loss = _LinearCrossEntropy.apply(
-        hidden.contiguous(), weight, labels.contiguous(), scale, label_smoothing, z_loss
+        hidden.contiguous(), weight, labels.contiguous(), scale, label_smoothing, z_loss, wanted
     )
     return CrossEntropy(loss, token_loss)
 
@@ -56,10 +66,11 @@ def chunk_rows(rows: int, row_bytes: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, label_smoothing: float, z_loss: float
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, label_smoothing: float, z_loss: float,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rows, vocabulary = hidden.shape[0], weight.shape[0]
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        need_hidden, need_weight = wanted
         size = chunk_rows(rows, vocabulary * hidden.element_size())
         token_loss = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
         dhidden = torch.empty_like(hidden) if need_hidden else None
@@ -93,12 +104,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.autograd.graph.increment_version(
                     gradient
                 )  # a second backward pass would multiply twice: it fails
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 @triton.jit
 def _losses_kernel(
-    logits, labels, scale, token_loss, stride, vocabulary, smoothing, z_loss, IGNORED_LABEL: tl.constexpr,
+    logits, labels, scale, token_loss, stride, vocabulary, smoothing, z_loss, NONE: tl.constexpr,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of logits [V] -> its loss, and in place its gradient times scale.
@@ -110,7 +121,7 @@ def _losses_kernel(
     line = logits + row * stride
     label = tl.load(labels + row)
     lane = tl.arange(0, BLOCK)
-    if label == IGNORED_LABEL:
+    if label == NONE:
         if GRADIENT:
             for start in range(0, vocabulary, BLOCK):
                 tl.store(
@@ -163,7 +174,7 @@ def _losses(
     block = 32 if INTERPRETED.value else min(4096, triton.next_power_of_2(vocabulary))
     _losses_kernel[(rows,)](
         logits, labels, scale, token_loss, logits.stride(0), vocabulary, smoothing, z_loss,
-        IGNORED_LABEL=IGNORED, GRADIENT=gradient, BLOCK=block, num_warps=max(4, min(16, block // 512)),
+        NONE=IGNORED, GRADIENT=gradient, BLOCK=block, num_warps=max(4, min(16, block // 512)),
     )  # fmt: skip
 
 

@@ -50,10 +50,10 @@ def alignment(x: Tensor) -> tuple[int, int]:
 
 
 def gate_up_products(
-    x: Tensor, gate_up: Tensor, routing: Routing, gather: bool, low: Tensor | None = None,
+    x: Tensor, gate_up: Tensor, routing: Routing, gather: bool, keep: bool, low: Tensor | None = None,
     gate_b: Tensor | None = None, up_b: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(z [M, 2I], h [M, I]): z = [gate | up] + low @ [gate_b | up_b], h = silu(gate) * up.
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """(z [M, 2I] if keep, h [M, I]): z = [gate | up] + low @ [gate_b | up_b], h = silu(gate) * up.
 
     x: tokens [T, H] when gather, which the kernel does, else rows [M, H]; gate_up: [E, 2I, H]; low: [M, 2R];
     gate_b, up_b: [E or 1, I, R].
@@ -61,13 +61,14 @@ def gate_up_products(
     experts, double, hidden = gate_up.shape
     width = double // 2
     tile = pick_tile(GATE_UP, x)
-    z, h = x.new_empty(routing.rows, double), x.new_empty(routing.rows, width)
+    z = x.new_empty(routing.rows, double) if keep else None
+    h = x.new_empty(routing.rows, width)
     weights = TensorDescriptor(gate_up, [2 * experts, width, hidden], [width * hidden, hidden, 1], [2, tile.n, tile.k])
     gate_up_kernel[_programs(routing.num_tiles * triton.cdiv(width, tile.n), tile, x)](
         x if gather else _rows_of(x, tile.m, tile.k), weights, low, gate_b, up_b, z, h,
         routing.slot_of_row, routing.ends, routing.tile_expert, routing.tile_row, routing.tile_count,
         K_CHOICES=routing.k, H=hidden, I=width, GATHER=gather, RANK=0 if gate_b is None else gate_b.shape[2],
-        SHARED=gate_b is not None and gate_b.shape[0] == 1, BM=tile.m, BN=tile.n, BK=tile.k,
+        SHARED=gate_b is not None and gate_b.shape[0] == 1, STORE_Z=keep, BM=tile.m, BN=tile.n, BK=tile.k,
         ALIGN=routing.align, FLATTEN=tile.persistent > 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return z, h
@@ -125,8 +126,8 @@ def weight_gradient(a: Tensor, b: Tensor, routing: Routing, shared: bool = False
     edge_p, edge_q = (min(edge, max(16, triton.next_power_of_2(size))) for edge, size in ((tile.m, p), (tile.n, q)))
     gradient = a.new_empty(routing.num_experts, p, q, dtype=torch.float32 if shared else a.dtype)
     weight_gradient_kernel[(routing.num_experts * triton.cdiv(p, edge_p) * triton.cdiv(q, edge_q),)](
-        _rows_of(a, tile.k, edge_p), _rows_of(b, tile.k, edge_q), gradient,
-        routing.starts, routing.ends, routing.expert_order, P=p, Q=q, BP=edge_p, BQ=edge_q, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+        _rows_of(a, tile.k, edge_p), _rows_of(b, tile.k, edge_q), gradient, routing.starts, routing.ends,
+        routing.expert_order, P=p, Q=q, BP=edge_p, BQ=edge_q, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return gradient.sum(0, keepdim=True).to(a.dtype) if shared else gradient
 

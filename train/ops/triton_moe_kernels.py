@@ -1,12 +1,15 @@
 """Grouped matrix products of the experts, as Triton kernels. `triton_moe_gemm` launches them.
 
-Rows are sorted by expert (`triton_moe_routing`), each expert's first row and padding aligned to ALIGN. Operands come as
-tensor descriptors (TMA on Hopper), whose loads may run past an expert's last row: rows are independent in the row kernels,
-so only stores are masked there, to the expert's rows and padding. Padding rows of what is stored are zeros, since they are
-of what is read: so the weight gradients, which sum over rows, need no mask.
+Rows are sorted by expert (`triton_moe_routing`), each expert's first row and padding aligned to ALIGN. Operands come
+as tensor descriptors (TMA on Hopper), whose loads may run past an expert's last row: rows are independent in the row
+kernels, so only stores are masked there, to the expert's rows and padding. Padding rows of what is stored are zeros,
+since those of what is read are: so the weight gradients, which sum over rows, need no mask.
 
 Shapes: M rows, H hidden size, I width of an expert, R LoRA rank.
 """
+
+# kernels take pointers, which have no type here
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 
@@ -29,13 +32,14 @@ def _store_rows(to, values, row, limit, column, width, BM: tl.constexpr, BN: tl.
 def gate_up_kernel(
     x, gate_up, low, gate_b, up_b, z, h, slot_of_row, ends, tile_expert, tile_row, tile_count,
     K_CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr, GATHER: tl.constexpr, RANK: tl.constexpr,
-    SHARED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr, FLATTEN: tl.constexpr,
+    SHARED: tl.constexpr, STORE_Z: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ALIGN: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """z[row] = [gate | up] of x[token of row], h = silu(gate) * up.
 
-    x: [T, H] by pointer when GATHER, else rows [M, H] by descriptor; gate_up: descriptor of [2E, I, H], so that one load
-    brings the gate's and the up projection's part of a tile and one product serves both. With RANK: low: rows [M, 2R]
-    (gate's first), gate_b, up_b: [E or 1, I, R], scale folded into low.
+    x: [T, H] by pointer when GATHER, else rows [M, H] by descriptor; gate_up: descriptor of [2E, I, H], so that one
+    load brings the gate's and the up projection's part of a tile and one product serves both. With RANK: low: rows
+    [M, 2R], gate's first; gate_b, up_b: [E or 1, I, R].
     """
     n_blocks: tl.constexpr = (I + BN - 1) // BN
     total = tl.load(tile_count) * n_blocks
@@ -72,11 +76,12 @@ def gate_up_kernel(
             wide = (column + tl.arange(0, BN) < I)[:, None]
             gate = dot(tl.load(at, mask=valid, other=0.0), tl.load(gate_b + place, mask=wide, other=0.0).T, gate)
             up = dot(tl.load(at + RANK, mask=valid, other=0.0), tl.load(up_b + place, mask=wide, other=0.0).T, up)
-        columns = column + tl.arange(0, BN)
-        mask = (rows < limit)[:, None] & (columns < I)[None, :]
-        at = rows.to(tl.int64)[:, None] * (2 * I) + columns[None, :]
-        tl.store(z + at, gate.to(z.dtype.element_ty), mask=mask)
-        tl.store(z + at + I, up.to(z.dtype.element_ty), mask=mask)
+        if STORE_Z:
+            columns = column + tl.arange(0, BN)
+            mask = (rows < limit)[:, None] & (columns < I)[None, :]
+            at = z + rows.to(tl.int64)[:, None] * (2 * I) + columns[None, :]
+            tl.store(at, gate.to(z.dtype.element_ty), mask=mask)
+            tl.store(at + I, up.to(z.dtype.element_ty), mask=mask)
         _store_rows(h, gate * tl.sigmoid(gate) * up, row, limit, column, I, BM, BN)
 
 
@@ -84,9 +89,10 @@ def gate_up_kernel(
 def rows_kernel(
     a, b, low, low_b, c, ends, tile_expert, tile_row, tile_count,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, TRANSPOSED: tl.constexpr, SHARED: tl.constexpr,
-    SHARED_LOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr, FLATTEN: tl.constexpr,
+    SHARED_LOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """c[row] = a[row] @ b[e] [K, N], or @ b[e].T of [N, K] when TRANSPOSED; with RANK also + low[row] @ low_b[e] (alike).
+    """c[row] = a[row] @ b[e] [K, N], or @ b[e].T of [N, K] when TRANSPOSED; with RANK + low[row] @ low_b[e], alike.
 
     a: descriptor of [M, K]; b: descriptor of [E, K, N] or [E, N, K], or of one entry for all when SHARED; c: [M, N];
     low: [M, RANK]; low_b: [E or 1, RANK, N] or [E or 1, N, RANK].
@@ -112,8 +118,7 @@ def rows_kernel(
             rows = row + tl.arange(0, BM)
             lane = tl.arange(0, RANK)
             columns = column + tl.arange(0, BN)
-            factor = 0 if SHARED_LOW else expert
-            base = low_b + factor.to(tl.int64) * (N * RANK) if not SHARED_LOW else low_b
+            base = low_b if SHARED_LOW else low_b + expert.to(tl.int64) * (N * RANK)
             left = tl.load(
                 low + rows.to(tl.int64)[:, None] * RANK + lane[None, :], mask=(rows < end)[:, None], other=0.0
             )
@@ -128,7 +133,10 @@ def rows_kernel(
 
 @triton.jit
 def _swiglu_backward(dh, z, scaled, weight, rows, limit, column, I: tl.constexpr, BN: tl.constexpr):
-    """Overwrites z = [gate | up] with its gradient, stores weight * h; returns sum(dh * h) of each row. dh: [BM, BN]."""
+    """Overwrites z = [gate | up] with its gradient, stores weight * h; returns sum(dh * h) of each row.
+
+    dh: [BM, BN], the gradient of h without the routing weight.
+    """
     columns = column + tl.arange(0, BN)
     mask = (rows < limit)[:, None] & (columns < I)[None, :]
     at = z + rows.to(tl.int64)[:, None] * (2 * I) + columns[None, :]
@@ -146,7 +154,7 @@ def _swiglu_backward(dh, z, scaled, weight, rows, limit, column, I: tl.constexpr
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def down_backward_kernel(
     dy, down, low, down_a, z, scaled, weights, partial, slot_of_row, ends, tile_expert, tile_row, tile_count, num_rows,
     H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -154,9 +162,9 @@ def down_backward_kernel(
 ):  # fmt: skip
     """Back through the down projection and SwiGLU, without storing the gradient between them.
 
-    dy: descriptor of rows [M, H]; down: descriptor of [E, H, I]; z: [M, 2I] holds [gate | up] and takes their gradients;
-    scaled: [M, I] takes weight * h; partial: float32 [blocks of I, M] takes each block's part of sum(dh * h), the
-    gradient of the routing weight. low: rows [M, R] = dy @ down_b; down_a: [E or 1, R, I].
+    dy: descriptor of rows [M, H]; down: descriptor of [E, H, I]; z: [M, 2I] holds [gate | up] and takes their
+    gradients; scaled: [M, I] takes weight * h; partial: float32 [blocks of I, M] takes each block's part of
+    sum(dh * h), the gradient of the routing weight. low: rows [M, R] = dy @ down_b; down_a: [E or 1, R, I].
     """
     n_blocks: tl.constexpr = (I + BN - 1) // BN
     total = tl.load(tile_count) * n_blocks
@@ -202,8 +210,8 @@ def weight_gradient_kernel(
 ):  # fmt: skip
     """gradient[e] [P, Q] = sum over the rows of e of a[row] [P] outer b[row] [Q].
 
-    a, b: descriptors with rows of M, padding rows zero; gradient: [E, P, Q], zeros for experts without rows. The busiest
-    experts come first, so that none of them is alone at the end.
+    a, b: descriptors with rows of M, padding rows zero; gradient: [E, P, Q], zeros for experts without rows. The
+    busiest experts come first, so that none of them is alone at the end.
     """
     p_blocks: tl.constexpr = (P + BP - 1) // BP
     q_blocks: tl.constexpr = (Q + BQ - 1) // BQ

@@ -1,11 +1,14 @@
 """Which row of the sorted buffers belongs to which token, made on the device and without a host sync.
 
-A slot is one (token, choice) pair, `slot = token * k + j`; rows are the slots sorted by expert, stably, each expert's first
-row at a multiple of `align` and the rows between two experts padding. Slots whose expert id lies outside [0, E) have no row.
-The row kernels run over a map of tiles that has a static upper bound of entries, each tile within one expert; how many of
-them are used stays on the device. So the launch does not depend on the counts, skew costs nothing, and all of it can be
-captured in a CUDA graph.
+A slot is one (token, choice) pair, `slot = token * k + j`; rows are the slots sorted by expert, stably, each expert's
+first row at a multiple of `align` and the rows between two experts padding. Slots whose expert id lies outside [0, E)
+have no row. The row kernels run over a map of tiles that has a static upper bound of entries, each tile within one
+expert; how many of them are used stays on the device. So the launch does not depend on the counts, skew costs nothing,
+and all of it can be captured in a CUDA graph. It takes 0.06 to 0.07 ms at 65,536 to 262,144 slots on an H200.
 """
+
+# kernels take pointers, which have no type here
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from torch import Tensor
 @dataclass(frozen=True, eq=False)
 class Routing:
     """row_of_slot int32 [T * k]: -1 where skipped; slot_of_row int32 [rows], only set where a slot has the row;
-    starts, ends int32 [E]: first row and row after the last of each expert; tile_expert, tile_row int32 [tiles], -1 and 0
-    where unused; tile_count int32 [1]: tiles in use; expert_order int32 [E]: the busiest first; rows: upper bound of the
-    rows with padding; k; block: rows of a tile; align.
+    starts, ends int32 [E]: first row and row after the last of each expert; tile_expert, tile_row int32 [tiles], -1
+    and 0 where unused; tile_count int32 [1]: tiles in use; expert_order int32 [E]: the busiest first; rows: upper bound
+    of the rows with padding; k; block: rows of a tile; align.
     """
 
     row_of_slot: Tensor
@@ -47,7 +50,7 @@ class Routing:
         return self.expert_order.numel()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _tiles_kernel(
     edges, starts, ends, tile_expert, tile_row, tile_count, expert_order, num_tiles, num_experts,
     TILE: tl.constexpr, ALIGN: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
@@ -81,7 +84,7 @@ def _tiles_kernel(
         tl.store(expert_order + rank, expert, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _rows_kernel(order, keys, edges, starts, row_of_slot, slot_of_row, num_slots, num_experts, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_slots

@@ -1,5 +1,8 @@
 """Moving rows between token order and expert order: pure bandwidth, one program per token, no atomics."""
 
+# kernels take pointers, which have no type here
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
 from __future__ import annotations
 
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 from train.ops.triton_moe_routing import Routing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _spread_kernel(
     source, rows, row_of_slot, ends, tokens, width, K: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -49,7 +52,7 @@ def _gather_sum_kernel(
     tl.store(out + token * width + column, acc.to(out.dtype.element_ty), mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def _weight_sums_kernel(partial, out, row_of_slot, num_slots, num_rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_of_slot + slot, mask=slot < num_slots, other=-1)

@@ -3,6 +3,9 @@
 Shapes: N rows, H hidden size.
 """
 
+# kernels take pointers, which have no type here
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
 from __future__ import annotations
 
 from typing import Any
@@ -45,12 +48,15 @@ class _RmsNorm(torch.autograd.Function):
             )  # fmt: skip
         ctx.save_for_backward(total, weight, inverse)
         ctx.added = residual is not None
+        ctx.set_materialize_grads(False)  # where the sum goes nowhere else, no zeros are made, read and added
         return y, total.view_as(total) if residual is None else total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, inverse = ctx.saved_tensors
+        if dy is None:
+            return dtotal, torch.zeros_like(weight), None, dtotal if ctx.added else None
         rows, width = total.shape
         dx = torch.empty_like(total)
         block, tile = _tile(width, ELEMENTS // 2)
@@ -58,14 +64,14 @@ class _RmsNorm(torch.autograd.Function):
         parts = torch.zeros(programs, width, dtype=torch.float32, device=total.device)
         if rows:
             _backward_kernel[(programs,)](
-                total, weight, inverse, dy.contiguous(), dtotal.contiguous(), dx, parts, rows, width,
-                ROWS=tile, BLOCK=block, num_warps=8,
+                total, weight, inverse, dy.contiguous(), None if dtotal is None else dtotal.contiguous(), dx, parts,
+                rows, width, ADD=dtotal is not None, ROWS=tile, BLOCK=block, num_warps=8,
             )  # fmt: skip
         dweight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, dx if ctx.added else None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     x, residual, weight, y, total, inverse, rows, width, eps, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -85,11 +91,12 @@ def _forward_kernel(
     tl.store(y + at, (values * scale[:, None] * factors[None, :]).to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
-    total, weight, inverse, dy, dtotal, dx, parts, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """dx = dtotal + scale * (dy * w - n * mean(dy * w * n)) with n = total * scale; parts: this program's sum of dy * n."""
+    total, weight, inverse, dy, dtotal, dx, parts, rows, width, ADD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx = dtotal + scale * (dy * w - n * mean(dy * w * n)) with n = total * scale; parts: sums of dy * n."""
     column = tl.arange(0, BLOCK)
     factors = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -103,7 +110,9 @@ def _backward_kernel(
         acc += gradient * normal
         gradient *= factors
         mean = tl.sum(gradient * normal, 1)[:, None] / width
-        change = scale * (gradient - normal * mean) + tl.load(dtotal + at, mask=mask, other=0.0).to(tl.float32)
+        change = scale * (gradient - normal * mean)
+        if ADD:
+            change += tl.load(dtotal + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + at, change.to(dx.dtype.element_ty), mask=mask)
     tl.store(parts + tl.program_id(0) * width + column, tl.sum(acc, 0), mask=column < width)
 

@@ -1,10 +1,16 @@
 """Per-head RMSNorm of queries and keys and their rotary embedding in one kernel each way; the backend `triton`.
 
-A program takes whole tokens, all heads of q and of k, so that the angles are read once. The backward pass normalises again
-instead of keeping a second copy of q and k.
+A program takes whole tokens, all heads of q and of k, so that the angles are read once. The backward pass normalises
+again instead of keeping a second copy of q and k.
+
+One H200, T = 32768, 32 + 4 heads of 128, bfloat16: forward 0.154 ms, 94 % of the copy rate, against 0.30 ms of the same
+kernels one after another; forward and backward 0.44 ms, 83 %. With 8 warps the backward pass takes 20 % longer.
 
 Shapes: T rows, Hq and Hkv heads, D head size, R rotated pairs (2R <= D; the rest of a head is only normalised).
 """
+
+# kernels take pointers, which have no type here
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 
@@ -61,8 +67,8 @@ class _NormRope(torch.autograd.Function):
         parts = torch.zeros(2, programs, dim, dtype=torch.float32, device=q.device)
         if tokens:
             _backward_kernel[(programs,)](
-                q, k, q_weight, k_weight, cos, sin, dout_q.contiguous(), dout_k.contiguous(), dq, dk, parts[0], parts[1],
-                tokens, q.stride(0), k.stride(0), ctx.eps, **_shape(q, k, cos),
+                q, k, q_weight, k_weight, cos, sin, dout_q.contiguous(), dout_k.contiguous(), dq, dk, parts[0],
+                parts[1], tokens, q.stride(0), k.stride(0), ctx.eps, **_shape(q, k, cos),
                 Q_NORM=q_weight is not None, K_NORM=k_weight is not None, num_warps=4,
             )  # fmt: skip
         sums = parts.sum(1)
@@ -92,18 +98,19 @@ def _load_head_parts(
 
 @triton.jit
 def _store_head_parts(
-    x, first, second, rest, mask_heads, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr,
+    x, first, second, rest, COUNT: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    REST: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, BR)[None, :]
     at = x + head * D + lane
-    mask = mask_heads & (lane < R)
+    mask = (head < COUNT) & (lane < R)
     tl.store(at, first.to(x.dtype.element_ty), mask=mask)
     tl.store(at + R, second.to(x.dtype.element_ty), mask=mask)
     if 2 * R < D:
         tail = tl.arange(0, REST)[None, :]
-        tl.store(x + head * D + 2 * R + tail, rest.to(x.dtype.element_ty), mask=mask_heads & (tail < D - 2 * R))
+        mask = (head < COUNT) & (tail < D - 2 * R)
+        tl.store(x + head * D + 2 * R + tail, rest.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -126,8 +133,8 @@ def _forward_heads(
         scale = tl.rsqrt(squares / D + eps)[:, None]
         w_first, w_second, w_rest = _load_weight_parts(weight, D, R, BR, REST)
         first, second, rest = first * scale * w_first, second * scale * w_second, rest * scale * w_rest
-    mask = tl.arange(0, HEADS)[:, None] < COUNT
-    _store_head_parts(out, first * cos - second * sin, second * cos + first * sin, rest, mask, D, R, BR, REST, HEADS)
+    turned, second = first * cos - second * sin, second * cos + first * sin
+    _store_head_parts(out, turned, second, rest, COUNT, D, R, BR, REST, HEADS)
 
 
 @triton.jit
@@ -149,8 +156,7 @@ def _backward_heads(
         d_first = scale * (d_first * f_first - first * mean)
         d_second = scale * (d_second * f_second - second * mean)
         d_rest = scale * (d_rest * f_rest - rest * mean)
-    mask = tl.arange(0, HEADS)[:, None] < COUNT
-    _store_head_parts(dx, d_first, d_second, d_rest, mask, D, R, BR, REST, HEADS)
+    _store_head_parts(dx, d_first, d_second, d_rest, COUNT, D, R, BR, REST, HEADS)
     return w_first, w_second, w_rest
 
 
@@ -181,7 +187,7 @@ def _store_sums(to, first, second, rest, D: tl.constexpr, R: tl.constexpr, BR: t
     tl.store(to + 2 * R + tail, tl.sum(rest, 0), mask=tail < D - 2 * R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
     q, k, q_weight, k_weight, cos, sin, dout_q, dout_k, dq, dk, parts_q, parts_k, tokens, stride_q, stride_k, eps,
     Q_COUNT: tl.constexpr, K_COUNT: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,

@@ -1,9 +1,12 @@
 """What the Triton kernels share: tile sizes for each chip, and a matrix product that is right under the interpreter.
 
 Nothing is tuned at run time. The tables hold what was fastest on the chip for the shapes of Qwen3-Omni-30B-A3B; other
-chips take the row of `default`. Under Triton's interpreter (`TRITON_INTERPRET=1`, tensors on the CPU) tiles are tiny, so
+chips take the row `default`. Under Triton's interpreter (`TRITON_INTERPRET=1`, tensors on the CPU) tiles are tiny, so
 that small test shapes have several tiles and ragged ones.
 """
+
+# kernels take pointers, which have no type here
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def num_sms(device: torch.device) -> int:
 
 
 def pick_tile(table: dict[str, Tile], tensor: Tensor) -> Tile:
-    """The row of the table for the tensor's chip; `float32` for tensors of that type, whose tiles take twice the space."""
+    """The row of the table for the tensor's chip; `float32` for tensors of that type, which take twice the room."""
     name = chip(tensor.device)
     if name != "interpreter" and tensor.dtype == torch.float32:
         name = "float32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 import jobs
+from schemas.chat import PixelLimits
 from schemas.chat_tokens import ChatTokens
 from tests.train.data.mixes import Mix
+from train.data.processor import ProcessorAssets
 
 TOKENIZER = Path(jobs.__file__).parent / "assets" / "tokenizer"
 
@@ -44,6 +47,13 @@ def _pictures(mix: Mix) -> dict[str, Any]:
         found["videos"] = [torch.from_numpy(clip.frames).permute(0, 3, 1, 2) for clip in mix.clips]
         found["videos_kwargs"] = {"do_resize": False, "do_sample_frames": False}
     return found
+
+
+def small_pictures(assets: ProcessorAssets) -> ProcessorAssets:
+    """The assets of a processor that leaves pictures of one token and more as they are: what `do_resize` False is."""
+    limits = PixelLimits(image=(1024, 12845056), video=(1024, 786432), video_floor=1024)
+    style = replace(assets.style, pixels=limits)
+    return replace(assets, style=style, fingerprint=f"{assets.fingerprint}-small")
 
 
 def omni_call(processor: Any, mix: Mix) -> dict[str, torch.Tensor]:

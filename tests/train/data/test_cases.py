@@ -41,8 +41,8 @@ def test_t01_sound_is_not_cut_at_30_s(assets: ProcessorAssets) -> None:
 
 def test_t02_frames_of_4_hz_are_half_a_second_apart(assets: ProcessorAssets) -> None:
     clip = Clip(np.zeros((20, 32, 32, 3), np.uint8), 4.0, np.zeros(5 * 16000, np.int16))
-    sample = SampleTransform(assets).packed(Mix(turns=_turns("video"), clips=[clip]).sample(), "made")
-    video, sound = sample.media
+    transform = SampleTransform(hub.small_pictures(assets))  # one token per grid
+    video, sound = transform.packed(Mix(turns=_turns("video"), clips=[clip]).sample(), "made").media
     assert video.second_per_grid == 0.5
     assert (len(video.rows), len(sound.rows)) == (10, 65)
     between = np.diff([*np.searchsorted(sound.rows, video.rows), 65])
@@ -89,15 +89,22 @@ def test_t12_sizes_that_are_no_whole_tokens_are_resized(assets: ProcessorAssets)
     assert image.size == (64, 64)
 
 
-def test_t12_whole_tokens_stay_as_packed(assets: ProcessorAssets) -> None:
-    small = np.zeros((4, 32, 64, 3), np.uint8)  # under the model's own minimum, but packing decided so
-    sample = SampleTransform(assets).packed(Mix(turns=_turns("video"), clips=[Clip(small, 2.0)]).sample(), "made")
-    assert sample.media[0].size == (32, 64)
+def test_t12_whole_tokens_stay_as_packed_within_the_limits(assets: ProcessorAssets) -> None:
+    for sides, expected in (((64, 96), (64, 96)), ((32, 64), (256, 512)), ((1088, 1920), (640, 1152))):
+        clip = Clip(np.zeros((2, *sides, 3), np.uint8), 2.0)
+        sample = SampleTransform(assets).packed(Mix(turns=_turns("video"), clips=[clip]).sample(), "made")
+        assert sample.media[0].size == expected
+
+
+def test_t12_a_tiny_clip_is_96_pixels_wide_or_more(assets: ProcessorAssets) -> None:
+    clip = Clip(np.zeros((2, 20, 20, 3), np.uint8), 2.0)
+    sample = SampleTransform(assets).packed(Mix(turns=_turns("video"), clips=[clip]).sample(), "made")
+    assert sample.media[0].size == (384, 384)  # the case's 96x96 is of a processor with other limits
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a17_odd_frame_counts_repeat_the_last_frame(assets: ProcessorAssets, count: int) -> None:
-    clip = Clip(np.zeros((count, 32, 32, 3), np.uint8), 2.0)
+    clip = Clip(np.zeros((count, 64, 64, 3), np.uint8), 2.0)
     sample = SampleTransform(assets).packed(Mix(turns=_turns("video"), clips=[clip]).sample(), "made")
-    assert sample.media[0].grid == (-(-count // 2), 2, 2)
+    assert sample.media[0].grid == (-(-count // 2), 4, 4)
     assert decode_unit(sample.media[0]).values.shape[0] == count  # type: ignore[union-attr]

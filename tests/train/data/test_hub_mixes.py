@@ -21,7 +21,7 @@ OMNI_MIXES, VL_MIXES = 200, 100
 
 @pytest.fixture(scope="module")
 def omni() -> tuple[Any, ProcessorAssets]:
-    return hub.omni_processor(), load_assets(hub.TOKENIZER)
+    return hub.omni_processor(), hub.small_pictures(load_assets(hub.TOKENIZER))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ProcessorAsse
     processor = hub.vl_processor()
     folder = tmp_path_factory.mktemp("vl")
     processor.save_pretrained(folder)
-    return processor, load_assets(folder)
+    return processor, hub.small_pictures(load_assets(folder))
 
 
 def _units(sample: TrainSample, kind: str) -> list[MediaUnit]:

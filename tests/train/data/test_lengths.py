@@ -26,7 +26,7 @@ from train.data.transform import SampleTransform, decode_unit
 
 @pytest.fixture(scope="module")
 def assets() -> ProcessorAssets:
-    return load_assets(hub.TOKENIZER)
+    return hub.small_pictures(load_assets(hub.TOKENIZER))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_second_run_reads_the_cache_and_opens_no_rows_table(dataset: Path, ass
 def test_another_processor_or_other_rows_are_counted_anew(
     dataset: Path, samples: list[PackedSample], assets: ProcessorAssets, tmp_path: Path
 ) -> None:
-    pictures_only = load_assets(hub.TOKENIZER, use_audio_in_video=False)
+    pictures_only = hub.small_pictures(load_assets(hub.TOKENIZER, use_audio_in_video=False))
     assert pictures_only.fingerprint != assets.fingerprint
     both, one = load_lengths(str(dataset), assets), load_lengths(str(dataset), pictures_only)
     assert one.audio.sum() < both.audio.sum()

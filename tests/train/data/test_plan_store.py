@@ -70,6 +70,31 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.
     assert "the plan of epoch 0 is not kept" in caplog.text
 
 
+def test_many_epochs_keep_the_plans_near_the_one_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_store, "_KEPT_EPOCHS", 2)
+    made: list[int] = []
+    make_epoch = Planner.epoch
+    monkeypatch.setattr(Planner, "epoch", lambda self, e, told=None: (made.append(e), make_epoch(self, e, told))[1])
+    ranks = [PlanStore(make(), tmp_path) for _ in range(3)]
+    assert len({store.total_steps(4) for store in ranks}) == 1
+    assert made == [0, 1, 2, 3]  # counted once per node, and the first two kept
+    for epoch in range(4):
+        for store in ranks:
+            store.epoch(epoch)
+    assert made == [0, 1, 2, 3, 2, 3]
+
+
+def test_a_damaged_plan_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = PlanStore(make(), tmp_path).epoch(0)
+    for file in (tmp_path / "plans").rglob("*"):
+        if file.suffix in (".npy", ".json"):
+            file.write_bytes(b"")
+    again = PlanStore(make(), tmp_path)
+    assert again.steps(0) == plan.steps
+    assert np.array_equal(again.epoch(0).cost, make().epoch(0).cost)
+    assert "is damaged and is made again" in caplog.text
+
+
 def _slowly(folder: str) -> int:
     """Steps of the plan; leaves a file for each time that this process made it."""
 

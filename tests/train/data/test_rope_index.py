@@ -18,7 +18,7 @@ from train.data.transform import SampleTransform
 
 @pytest.fixture(scope="module")
 def assets() -> ProcessorAssets:
-    return load_assets(hub.TOKENIZER)
+    return hub.small_pictures(load_assets(hub.TOKENIZER))
 
 
 def _frames(count: int, height: int = 32, width: int = 32) -> np.ndarray:

@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from schemas.errors import ConfigError, IncompleteSourceError, RowError, VerificationError
-from train.data.text_files import BLOCK_ROWS, TextReader, scan_text
+from train.data import text_files, text_parquet
+from train.data.text_files import TextReader, scan_text
+from train.data.text_jsonl import BLOCK_ROWS
 
 
 def lines(count: int, first: int = 0) -> str:
@@ -116,3 +118,82 @@ def test_text_in_an_object_store(s3: str) -> None:
     files = scan_text(url)
     assert TextReader(files).read(1, 2).mapping()["n"] == BLOCK_ROWS + 2
     assert TextReader(files).read(1, 2).file == url
+
+
+def test_large_row_groups_are_cut_into_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_parquet, "BLOCK_ROWS", 3)
+    pq.write_table(pa.table({"n": list(range(10)), "m": [[{"t": str(i)}] for i in range(10)]}), tmp_path / "a.parquet")
+    files = scan_text(str(tmp_path))
+    assert files.block_rows.tolist() == [3, 3, 3, 1]
+    assert [row.mapping()["n"] for row in files] == list(range(10))
+    assert TextReader(files).read(2, 1) == (files.files[0].path, 7, {"n": 7, "m": [{"t": "7"}]})
+
+
+def test_parquet_of_equal_shape_is_told_apart(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.parquet", tmp_path / "b"
+    pq.write_table(pa.table({"n": [1, 2, 3]}), path)
+    pq.write_table(pa.table({"n": [1, 7, 3]}), other)
+    files = scan_text(str(path))
+    stamp = path.stat()
+    path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    with pytest.raises(VerificationError, match="was changed while it was in use: rows 0 to 2"):
+        files.read_block(0)
+
+
+def test_a_start_after_an_unseen_change_finds_the_file_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(4))
+    stamp = path.stat()
+    scan_text(str(path), cache=tmp_path / "cache")
+    path.write_text(lines(4).replace('"n": 2', '"n": 7'))
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as rsync -t and tar do
+    files = scan_text(str(path), cache=tmp_path / "cache")
+    with pytest.raises(VerificationError, match="was changed"):
+        files.read_block(0)
+    assert [row.mapping()["n"] for row in scan_text(str(path), cache=tmp_path / "cache")] == [0, 1, 7, 3]
+
+
+def test_a_damaged_cache_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(4))
+    first = scan_text(str(tmp_path / "a.jsonl"), cache=tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_bytes(kept.read_bytes()[:100])
+    assert scan_text(str(tmp_path / "a.jsonl"), cache=tmp_path / "cache").fingerprint == first.fingerprint
+    assert "is damaged and is made again" in caplog.text
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [kept.name]
+
+
+def test_hidden_and_unfinished_files_are_no_rows(tmp_path: Path) -> None:
+    for name in ("a.jsonl", ".a.jsonl", "_temporary/0/b.jsonl", ".cache/c.jsonl", "d.jsonl.tmp", "sub/e.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(lines(1))
+    names = [Path(file.path.removeprefix("file://")).relative_to(tmp_path) for file in scan_text(str(tmp_path)).files]
+    assert [str(name) for name in names] == ["a.jsonl", "sub/e.jsonl"]
+
+
+def test_a_row_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(1) + "[" * 100_000 + "\n" + '{"a":' * 100_000 + "\n")
+    _, *deep = scan_text(str(tmp_path / "a.jsonl"))
+    for number, row in enumerate(deep, start=1):
+        with pytest.raises(RowError, match=rf"a\.jsonl, row {number}: is nested too deeply"):
+            row.mapping()
+
+
+def test_a_reader_keeps_blocks_by_number_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(BLOCK_ROWS * 4))
+    files = scan_text(str(tmp_path / "a.jsonl"))
+    read: list[int] = []
+    opened = type(files).open_block
+    monkeypatch.setattr(type(files), "open_block", lambda self, block: (read.append(block), opened(self, block))[1])
+
+    def reads(reader: TextReader) -> list[int]:
+        read.clear()
+        for block in (0, 1, 2, 3, 0, 1, 2, 3):
+            reader.read(block, 0)
+        return list(read)
+
+    assert reads(TextReader(files, kept=4)) == [0, 1, 2, 3]
+    assert reads(TextReader(files, kept=2)) == [0, 1, 2, 3, 0, 1, 2, 3]
+    monkeypatch.setattr(text_files, "KEPT_BYTES", 1)
+    assert reads(TextReader(files, kept=4)) == [0, 1, 2, 3, 0, 1, 2, 3]

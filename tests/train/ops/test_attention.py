@@ -145,7 +145,9 @@ def test_rows_and_heads_must_fit() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
-    ("heads", "size"), [((8, 2), 128), ((4, 4), 64), ((4, 4), 72)], ids=["text", "audio", "vision"]
+    ("heads", "size"),
+    [((8, 2), 128), ((4, 4), 64), ((4, 4), 72), ((2, 2), 20)],
+    ids=["text", "audio", "vision", "tiny"],
 )
 @pytest.mark.parametrize("lengths", [*LENGTHS.values(), [1000, 24, 1, 777]], ids=str)
 @pytest.mark.parametrize("name", list(OPS["attention"].backends))

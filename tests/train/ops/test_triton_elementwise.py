@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.ops.triton_cases import DEVICE, DTYPES, assert_same, gpu
+from tests.train.ops.triton_cases import DEVICE, DTYPES, assert_same, gpu, kernels_can_run
 from train.ops import norm, rope, router, swiglu, triton_norm, triton_rope, triton_router, triton_swiglu
+
+setup_module = kernels_can_run
 
 EPS = 1e-6
 
@@ -20,7 +22,13 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("shape", [(3, 7, 40), (300, 33), (1, 128), gpu((32768, 2048)), gpu((3001, 1999))])
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = draw(*shape), draw(*shape, seed=1), draw(shape[-1], seed=2)
-    assert_same(lambda x, w: triton_norm.rms_norm(x, w, EPS), lambda x, w: norm.rms_norm(x, w, EPS), [x, weight], dtype)
+    for outputs in (slice(None), slice(0, 1)):  # the second: the sum is not used, so its gradient is None
+        assert_same(
+            lambda x, w, outputs=outputs: triton_norm.rms_norm(x, w, EPS)[outputs],
+            lambda x, w, outputs=outputs: norm.rms_norm(x, w, EPS)[outputs],
+            [x, weight],
+            dtype,
+        )
     assert_same(
         lambda x, w, r: triton_norm.rms_norm(x, w, EPS, r),
         lambda x, w, r: norm.rms_norm(x, w, EPS, r),

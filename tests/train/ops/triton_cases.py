@@ -1,12 +1,8 @@
-"""What the tests of the Triton kernels share: the interpreter where there is no GPU, and comparing with a reference.
-
-Import this before anything that imports triton: whether kernels are interpreted is decided at that moment.
-"""
+"""What the tests of the Triton kernels share: the interpreter where there is no GPU, and comparing with a reference."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,15 +10,21 @@ import torch
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-    if "triton" in sys.modules and not sys.modules["triton"].knobs.runtime.interpret:
-        raise RuntimeError("triton was imported without TRITON_INTERPRET=1; set it in tests/conftest.py")
+if not ON_GPU:  # read when triton is first imported, which transformers may have done already
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # The interpreter cuts float32 to bfloat16 instead of rounding it, which doubles the error and gives it a sign.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3 if ON_GPU else 2e-2}
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def kernels_can_run() -> None:
+    """For `setup_module`."""
+    if not ON_GPU and not triton.knobs.runtime.interpret:
+        pytest.fail("set TRITON_INTERPRET=1 before triton is imported; tests/conftest.py does it", pytrace=False)
 
 
 def gpu(*values: object) -> pytest.ParameterSet:

@@ -1,0 +1,134 @@
+"""Norms, rotary embeddings and SwiGLU: forward passes as a share of the copy rate of the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from jobs.bench.claims import Claim, at_least
+from jobs.bench.kernel_peers import find
+from jobs.bench.kernel_timing import Run, copy_rate, milliseconds
+from train.ops.triton_norm import rms_norm
+from train.ops.triton_rope import qk_norm_rope, vision_rope
+from train.ops.triton_swiglu import swiglu
+
+TOKENS, HIDDEN, EPS = 32768, 2048, 1e-6
+NORM_SHARE, SWIGLU_SHARE, ROPE_SHARE, OVER_APART = 85.0, 97.0, 88.0, 1.7
+
+
+def claims(quick: bool) -> list[Claim]:
+    """All claims; quick changes nothing, it is a second's work."""
+    found = [Claim("copy rate", round(copy_rate(), 3), "TB/s", "", None, "2 GiB, bytes read and written")]
+    with torch.no_grad():
+        found += [*norm_claims(), *rope_claims(), *swiglu_claims()]
+    return [*found, *backward_claims()]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def share(name: str, run: Run, moved: int, bound: float | None) -> tuple[Claim, float]:
+    """moved: bytes that must be read or written."""
+    time = milliseconds(run, graph=True)
+    rate = moved / time / 1e9
+    said = f"{time:.3f} ms, {rate:.2f} TB/s"
+    value = rate / copy_rate() * 100
+    if bound is None:
+        return Claim(name, round(value, 1), "%", "", None, said), time
+    return at_least(name, value, bound, "%", said), time
+
+
+def norm_claims() -> list[Claim]:
+    x, residual, weight = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN), draw(HIDDEN)
+    size = 2 * x.numel()
+    first, time = share(
+        "RMSNorm [32768, 2048], of the copy rate", lambda: rms_norm(x, weight, EPS), 2 * size, NORM_SHARE
+    )
+    summed, _ = share("with the residual sum", lambda: rms_norm(x, weight, EPS, residual), 4 * size, NORM_SHARE)
+    found = [first, summed]
+    if liger := find("liger_kernel.transformers.functional", "liger_rms_norm"):
+        theirs = milliseconds(lambda: liger(x, weight, EPS, in_place=False), graph=True)
+        found.append(Claim("RMSNorm: liger / ours", round(theirs / time, 2), "x", "", None, f"{theirs:.3f} ms"))
+    return found
+
+
+def rope_claims() -> list[Claim]:
+    q, k, weight = draw(TOKENS, 32, 128), draw(TOKENS, 4, 128), draw(128)
+    cos, sin = (torch.rand(TOKENS, 64, device="cuda") for _ in range(2))
+    moved = 4 * (q.numel() + k.numel()) + 8 * cos.numel()
+    joint, time = share(
+        "q/k norm and rope in one kernel, 32 + 4 heads of 128, of the copy rate",
+        lambda: qk_norm_rope(q, k, weight, weight, cos, sin, EPS),
+        moved,
+        ROPE_SHARE,
+    )
+    plain, _ = share(
+        "rope alone, of the copy rate", lambda: qk_norm_rope(q, k, None, None, cos, sin, EPS), moved, ROPE_SHARE
+    )
+
+    def apart() -> tuple[Tensor, Tensor]:
+        return qk_norm_rope(rms_norm(q, weight, EPS)[0], rms_norm(k, weight, EPS)[0], None, None, cos, sin, EPS)
+
+    ratio = milliseconds(apart, graph=True) / time
+    found = [
+        joint,
+        plain,
+        at_least("norms, then rope / both in one kernel", ratio, OVER_APART, "x", "the same kernels apart"),
+    ]
+    vision = [draw(TOKENS, 16, 72) for _ in range(2)]
+    angles = [torch.rand(TOKENS, 36, device="cuda") for _ in range(2)]
+    moved = 4 * sum(x.numel() for x in vision) + 8 * angles[0].numel()
+    found.append(
+        share("vision rope, 16 heads of 72, of the copy rate", lambda: vision_rope(*vision, *angles), moved, None)[0]
+    )
+    return found
+
+
+def swiglu_claims() -> list[Claim]:
+    gate, up = draw(262144, 768), draw(262144, 768)
+    first, time = share(
+        "SwiGLU [262144, 768], of the copy rate", lambda: swiglu(gate, up), 6 * gate.numel(), SWIGLU_SHARE
+    )
+    found = [first]
+    if liger := find("liger_kernel.transformers.functional", "liger_swiglu"):
+        theirs = milliseconds(lambda: liger(gate, up), graph=True)
+        found.append(Claim("SwiGLU: liger / ours", round(theirs / time, 2), "x", "", None, f"{theirs:.3f} ms"))
+    return found
+
+
+def backward_claims() -> list[Claim]:
+    """Forward and backward together, in a CUDA graph so that the host's gaps are left out."""
+    x, residual, weight = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN), draw(HIDDEN)
+    q, k, head = draw(TOKENS, 32, 128), draw(TOKENS, 4, 128), draw(128)
+    cos, sin = (torch.rand(TOKENS, 64, device="cuda") for _ in range(2))
+    gate, up = draw(262144, 768), draw(262144, 768)
+    angles = 16 * cos.numel()
+    cases: list[tuple[str, Callable[..., tuple[Tensor, ...]], list[Tensor], int]] = [
+        (
+            "RMSNorm with the residual sum",
+            lambda *t: rms_norm(t[0], t[1], EPS, t[2]),
+            [x, weight, residual],
+            16 * x.numel(),
+        ),
+        (
+            "q/k norm and rope",
+            lambda *t: qk_norm_rope(t[0], t[1], t[2], t[2], cos, sin, EPS),
+            [q, k, head],
+            10 * (q.numel() + k.numel()) + angles,
+        ),
+        ("SwiGLU", lambda *t: (swiglu(*t),), [gate, up], 16 * gate.numel()),
+    ]
+    found = []
+    for name, run, leaves, moved in cases:
+        for leaf in leaves:
+            leaf.requires_grad_()
+        gradients = [torch.randn_like(y) for y in run(*leaves)]
+
+        def both(run=run, leaves=leaves, gradients=gradients) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+            return torch.autograd.grad(run(*leaves), leaves, gradients)
+
+        found.append(share(f"{name}, forward + backward, of the copy rate", both, moved, None)[0])
+    return found

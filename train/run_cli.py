@@ -1,0 +1,79 @@
+"""`omniloom train run` and `omniloom train validate`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from schemas.errors import OmniloomError, ResumableError
+from schemas.strict import load_config
+from train.config import OmniConfig
+from train.launch import OUTCOME_VARIABLE, Launch, launch, leave_outcome, under_torchrun
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML configuration.")]
+
+
+def run(
+    config: ConfigPath,
+    context: typer.Context,
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this node; default: one, in this process.")] = None,
+    nnodes: Annotated[int, typer.Option(help="Nodes; run the same command on each.")] = 1,
+    rdzv: Annotated[str | None, typer.Option(help="HOST:PORT where the nodes meet; one of them is HOST.")] = None,
+) -> None:
+    """Train; goes on from the newest checkpoint. Overrides: train.max_steps=10 or --train.max_steps 10. Under torchrun
+    it joins the ranks that are there."""
+    settings = load_config(config, context.args, OmniConfig)  # before anything slow, and once for all ranks
+    if under_torchrun() or (nproc in (None, 1) and nnodes == 1):
+        run_rank(settings)
+        return
+    launch(Launch(nproc or 1, nnodes, rdzv), ["train", "run", str(config), *context.args])
+
+
+def validate(
+    config: ConfigPath,
+    context: typer.Context,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks that will train.")] = 1,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Open the data and plan the first epoch.")] = True,
+) -> None:
+    """Check a configuration before it trains, without a GPU: degrees, model files, operations, memory of each GPU,
+    data, steps. Every fault is told."""
+    from train.validate import report_lines, validate_config  # noqa: PLC0415  # seconds to import
+
+    found = validate_config(load_config(config, context.args, OmniConfig), world_size, data=data)
+    typer.echo("\n".join(report_lines(found)))
+    found.raise_faults()
+
+
+def run_rank(settings: OmniConfig) -> None:
+    """This process's part of a training."""
+    from train.trainer import make_trainer  # noqa: PLC0415  # seconds to import
+
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    with _outcome(rank):
+        make_trainer(settings).train()
+
+
+@contextmanager
+def _outcome(rank: int) -> Iterator[None]:
+    """Tells the launcher how it ended. With a launcher a rank that was stopped ends with 0, and one that failed leaves
+    the message to it; without, the root command reports both."""
+    launched = OUTCOME_VARIABLE in os.environ
+    try:
+        yield
+    except BaseException as error:
+        leave_outcome(rank, error)
+        if launched and isinstance(error, ResumableError):
+            raise SystemExit(0) from error
+        if launched and isinstance(error, OmniloomError):
+            raise SystemExit(error.exit_code) from error
+        raise
+    leave_outcome(rank, None)
