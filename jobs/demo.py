@@ -88,14 +88,15 @@ def _pack(console: Console, out: Path, workers: int) -> tuple[PackConfig, Done]:
 
 def _train(console: Console, out: Path) -> None:
     demo_train.write_train_config(out)
+    trained = demo_train.is_trained(out)
     with _step(console, 6, "train") as say:
-        if demo_train.is_trained(out):
+        if trained:
             say("(nothing to do: an earlier demo trained to the end)")
         else:
             stopped = demo_train.train_and_stop(out)
             say(f"{demo_train.RANKS} processes, stopped by SIGTERM after step {stopped.step}, saved, exit code 5")
     with _step(console, 7, "resume") as say:
-        ended = demo_train.train_on(out)
+        ended = demo_train.where_it_stands(out) if trained else demo_train.train_on(out)
         first, last = min(ended.losses), max(ended.losses)
         say(f"to step {ended.step}; loss {ended.losses[first]:.2f} -> {ended.losses[last]:.2f}")
     with _step(console, 8, "convert") as say:

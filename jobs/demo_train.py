@@ -64,7 +64,7 @@ def train_and_stop(out: Path) -> Stopped:
         said, _ = process.communicate()
     if process.returncode != 5:
         raise OmniloomError(f"training ended with {process.returncode}, not with 5 after SIGTERM:\n{_end(said)}")
-    return _state(out)
+    return where_it_stands(out)
 
 
 def train_on(out: Path) -> Stopped:
@@ -72,12 +72,12 @@ def train_on(out: Path) -> Stopped:
     done = subprocess.run(_command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
         raise OmniloomError(f"training ended with {done.returncode}:\n{_end(done.stdout)}")
-    return _state(out)
+    return where_it_stands(out)
 
 
 def is_trained(out: Path) -> bool:
     """An earlier demo in this folder trained to the end."""
-    return _state(out).step >= MAX_STEPS
+    return where_it_stands(out).step >= MAX_STEPS
 
 
 def read_losses(out: Path) -> dict[int, float]:
@@ -119,8 +119,12 @@ class Reloaded:
 
 def reload(out: Path) -> Reloaded:
     """Loads the exports with transformers. VerificationError when names are missing or modules differ."""
-    from convert.verify_logits import compare_logits  # noqa: PLC0415  # transformers: seconds
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415  # transformers: seconds
+
+    from convert.verify_logits import compare_logits  # noqa: PLC0415
     from train.compare_run import run_comparison  # noqa: PLC0415
+
+    disable_progress_bar()
 
     kinds = ("text", "image", "video", "audio")
     found = run_comparison(out / "hf", kinds, "cpu", "float32")
@@ -143,7 +147,8 @@ def _generate(folder: Path) -> str:
     return answer
 
 
-def _state(out: Path) -> Stopped:
+def where_it_stands(out: Path) -> Stopped:
+    """The newest checkpoint, and the losses up to it."""
     newest = 0
     with contextlib.suppress(FileNotFoundError):
         newest = int((out / "training/LATEST").read_text().strip().removeprefix("step_"))
@@ -155,6 +160,7 @@ def _command(out: Path) -> list[str]:
 
 
 def _omniloom(*arguments: str) -> None:
+    """A command of its own process, as a user would give it."""
     command = [sys.executable, "-m", "jobs.cli", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:

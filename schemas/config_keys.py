@@ -137,11 +137,14 @@ def _flatten(metadata: Sequence[Any]) -> Iterator[Any]:
 
 
 def _docs(model: type[BaseModel]) -> dict[str, str]:
-    """name -> text of the "name: text; other, more: text" of the model's docstring, or the field's own description."""
+    """name -> text of the "name: text; other, more: text" of the model's docstring or of a base's, or the field's own
+    description."""
     docs: dict[str, str] = {}
     names = "|".join(sorted(model.model_fields, key=len, reverse=True))
-    text = " ".join((inspect.getdoc(model) or "").split()) if "__doc__" in vars(model) else ""
-    if names and text:
+    for base in reversed(model.__mro__):
+        text = " ".join(inspect.cleandoc(vars(base).get("__doc__") or "").split())
+        if not names or not text or not issubclass(base, BaseModel):
+            continue
         head = rf"(?:{names})(?:, (?:{names}))*: "
         for match in re.finditer(rf"(?:^|(?<=[.;] ))({head})(.*?)(?=[.;] {head}|[.;]?$)", text):
             for name in match[1].removesuffix(": ").split(", "):

@@ -1,7 +1,14 @@
-"""A plain training loop around transformers' own Qwen3-Omni thinker, on the batches of our loader."""
+"""A plain training loop around transformers' own Qwen3-Omni thinker, on the batches of our loader.
+
+`python -m jobs.bench.train_reference CONFIG OUTPUT` trains the model of a configuration and writes its losses and the
+samples of each step as JSON.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +20,10 @@ from torch.optim import AdamW
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration, get_cosine_schedule_with_warmup
 
 from jobs.bench.train_setup import MAX_NORM
-from train.config_trainer import OptimizerConfig
+from schemas.strict import load_config
+from train.config import OmniConfig, OptimizerConfig
 from train.data.batch import Batch
+from train.trainer import VLMTrainer
 
 COMPUTE = torch.bfloat16
 
@@ -119,3 +128,36 @@ def _media(batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
         mask = (frames < torch.tensor(features.mel_lengths)[:, None]).long()
         found["feature_attention_mask"] = mask.to(device)
     return found
+
+
+def rows_of(batches: list[Batch]) -> list[list[str]]:
+    """Keys of the samples of each micro-batch."""
+    return [list(batch.keys) for batch in batches]
+
+
+def main() -> int:
+    config_file, output = map(Path, sys.argv[1:])
+    config = load_config(config_file, [], OmniConfig)
+    assert config.model.model_path is not None and config.train.max_steps is not None
+    feeder = VLMTrainer(config)  # for its loader alone
+    for build in (feeder.build_distributed, feeder.build_model, feeder.build_assets, feeder.build_dataset):
+        build()
+    feeder.build_collate()
+    feeder.build_loader()
+    steps = config.train.max_steps
+    loop = PlainLoop(Path(config.model.model_path), config.train.optimizer, steps, feeder.mesh.device)
+    losses: list[float] = []
+    rows: list[list[list[str]]] = []
+    began = time.monotonic()
+    for n, batches in enumerate(feeder.train_dataloader, 1):
+        rows.append(rows_of(batches.micro_batches))
+        losses.append(loop.step(batches.micro_batches).item())
+        if n % 50 == 0 or n == steps:
+            said = f"step {n} of {steps}, loss {losses[-1]:.4f}, {time.monotonic() - began:.1f} s"
+            print(f"transformers, {output.stem}: {said}", flush=True)
+    output.write_text(json.dumps({"losses": losses, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -40,7 +40,7 @@ class SignalBefore(Callback):
 
 def measure_resume(bench: Bench, claims: list[Claim]) -> None:
     stop = 2 if bench.quick else min(100, bench.steps // 2)
-    steps = stop + (2 if bench.quick else min(40, bench.steps - stop))
+    steps = stop + (2 if bench.quick else min(20, bench.steps - stop))
     write_model(bench.out / "resume/config", bench.size)
     whole, deterministic = _undisturbed(bench, steps, claims)
     config = _config(bench, "resume/parts", steps, deterministic, export=True)

@@ -46,7 +46,8 @@ TINY = Size(64, 2, 2, 1, 32, 4, 2, 32, 32, sequence=1024, batch=2)
 
 @dataclass(frozen=True)
 class Bench:
-    """data: a packed dataset; out: a folder for everything that is written; workers: of the loader."""
+    """data: a packed dataset; out: a folder for everything that is written; steps, lr: of the runs of `loss`; seeds:
+    how many of our runs; workers: of each loader."""
 
     data: Path
     out: Path
@@ -55,6 +56,7 @@ class Bench:
     steps: int
     lr: float
     workers: int
+    seeds: int
 
     @property
     def size(self) -> Size:
@@ -143,12 +145,7 @@ def train_config(bench: Bench, size: Size, name: str, model: dict[str, str], ste
     return check_config(values, OmniConfig)
 
 
-def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    """Lines of metrics.jsonl with a loss, by step."""
-    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    return {int(line["step"]): line for line in lines if "loss" in line}
-
-
 def read_losses(folder: Path) -> dict[int, float]:
-    """By step."""
-    return {step: float(line["loss"]) for step, line in read_metrics(folder).items()}
+    """By step, from a run's metrics.jsonl."""
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return {int(line["step"]): float(line["loss"]) for line in lines if "loss" in line}
