@@ -96,6 +96,9 @@ class ModelFlops:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._trained = trained
         self._learning = sorted({self._place(name) for name in trained | set(adapted)})
+        self._shares = [
+            self._backward_share(product) for product in self.products
+        ]  # slow, and the same for every batch
         self._audio = next((module for module in model.modules() if isinstance(module, AudioTower)), None)
         self._merge = next((module.merge_size for module in model.modules() if isinstance(module, VisionTower)), 1)
 
@@ -104,10 +107,10 @@ class ModelFlops:
         units = self.units(batch)
         forward = dict.fromkeys(("vision", "audio", "text", "head"), 0.0)
         backward = recompute = 0.0
-        for product in self.products:
+        for product, share in zip(self.products, self._shares, strict=True):
             operations = float(units[product.units] * product.per_unit)
             forward[tuple(forward)[product.place[0]]] += operations
-            backward += operations * self._backward_share(product)
+            backward += operations * share
             recompute += operations * (checkpointing and product.rerun)
         return Flops(forward, backward, recompute)
 

@@ -122,7 +122,7 @@ class HubModel(nn.Module):
 
     def decode(self, inputs: ModelInputs) -> Tensor:
         """[S, H], rows after the last norm, scaled as the model scales its logits."""
-        if inputs.patches is not None or inputs.mel is not None:
+        if inputs.grids or inputs.mel_lengths:
             raise UnsupportedError(f"{type(self.hub).__name__} is a text model; this sample has pictures or sound")
         found = self.hub.get_decoder()(
             input_ids=inputs.ids[None],

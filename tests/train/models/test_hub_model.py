@@ -269,7 +269,7 @@ def test_what_a_layer_asks_for_in_vain_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="brings an attention mask"):
         hub_model.packed_attention(layer, rows, rows, rows, rows, **common)
     plain_inputs = text_inputs(ids)
-    pictures = ModelInputs(**{**vars(plain_inputs), "patches": torch.zeros(4, 8)})
+    pictures = ModelInputs(**{**vars(plain_inputs), "patches": torch.zeros(4, 8), "grids": [(1, 2, 2)]})
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM is a text model"):
         model(pictures)
 
