@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -97,7 +98,8 @@ class ChatTokens:
 
 class PlainEncoder:
     """encode of a Hugging Face tokenizer by which text never makes a special token: "<|im_end|>" typed by a user is
-    seven ordinary tokens. Added tokens that are not special (<think>, <tool_call>) stay whole. Remembers short texts.
+    seven ordinary tokens. Added tokens that are not special (<think>, <tool_call>) stay whole, but for those of
+    `TOKEN_NAMES`, which count as special whatever the tokenizer's file says. Remembers short texts.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -105,7 +107,7 @@ class PlainEncoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(f"{type(tokenizer).__name__} is no fast tokenizer; omniloom needs one (tokenizer.json)")
-        self._kind, self._text = type(backend), backend.to_str()
+        self._kind, self._text = type(backend), _with_special(backend.to_str(), _layout_names(tokenizer))
         self._open()
 
     def _open(self) -> None:
@@ -133,6 +135,23 @@ class PlainEncoder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._kind, self._text = state["_kind"], state["_text"]
         self._open()
+
+
+def _layout_names(tokenizer: Any) -> set[str]:
+    """The tokens that layouts are made of, by this tokenizer's names and Qwen's own."""
+    named = {getattr(tokenizer, attribute, None) for attribute, _ in TOKEN_NAMES.values() if attribute}
+    return {name for name in named if isinstance(name, str)} | {name for _, name in TOKEN_NAMES.values()}
+
+
+def _with_special(text: str, names: set[str]) -> str:
+    """A serialised tokenizer in which these added tokens are special."""
+    content = json.loads(text)
+    plain = [t for t in content.get("added_tokens", ()) if t["content"] in names and not t["special"]]
+    if not plain:
+        return text
+    for token in plain:
+        token["special"] = True
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _id_of(tokenizer: Any, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""`omniloom train`: lengths, compare.
+"""`omniloom train`: lengths, compare, run, validate.
 
 Errors are raised as OmniloomError; the root command prints them as one line and exits with their code.
 """

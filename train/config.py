@@ -111,12 +111,13 @@ class CacheConfig(Strict):
 
 
 class DataConfig(Strict):
-    """What is trained on. processor_path: tokenizer and preprocessor files (null = model.model_path); max_seq_len:
-    tokens of a packed sequence, longer rows are left out and counted; lanes: into how many parts the shards are dealt;
-    each is read by one rank, so it must be a multiple of the data-parallel size to keep downloads apart; window_rows:
-    rows of a lane that are shuffled and packed together; attention_len: length of a sample, in tokens, whose attention
-    costs as much as all the rest, for balancing; dead_samples: a sample that cannot be read ends the run, or `mask`
-    trains on zeros without labels in its place and counts it; imports: modules that register preprocessors."""
+    """What is trained on. sources: packed datasets and text, mixed by their weights; processor_path: tokenizer and
+    preprocessor files (null = model.model_path); max_seq_len: tokens of a packed sequence, longer rows are left out and
+    counted; lanes: into how many parts the shards are dealt; each is read by one rank, so it must be a multiple of the
+    data-parallel size to keep downloads apart; window_rows: rows of a lane that are shuffled and packed together;
+    attention_len: length of a sample, in tokens, whose attention costs as much as all the rest, for balancing;
+    dead_samples: a sample that cannot be read ends the run, or `mask` trains on zeros without labels in its place and
+    counts it (not with ulysses_size over 1); imports: modules that register preprocessors."""
 
     sources: Annotated[list[DataSourceConfig], Field(min_length=1)]
     processor_path: str | None = None

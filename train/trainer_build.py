@@ -21,7 +21,7 @@ from train.config import OmniConfig
 from train.data.batch import Batch
 from train.data.loader import TrainLoader
 from train.data.plan_store import PlanStore
-from train.data.prepare import open_data, plan_notes
+from train.data.prepare import open_data
 from train.data.processor import ProcessorAssets, load_assets
 from train.data.rank_plan import DataRank
 from train.data.serving import ModelInputs
@@ -161,8 +161,6 @@ class TrainerParts:
         """Sources and plans, the same on every rank."""
         first = self.mesh.rank == 0
         self.sources, self.plans = open_data(self.args.data, self.args.train, self.assets, show=first)
-        for note in plan_notes(self.plans, self.sources):
-            self.say(note)
         self._agree_on(self.plans.digest)
 
     def build_collate(self) -> None:

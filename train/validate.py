@@ -124,7 +124,7 @@ def _check_data(config: OmniConfig, degrees: Degrees | None, found: Findings) ->
         wrap_video=layout.wrap_video,
         system=layout.system,
     )
-    sources, plans = open_data(config.data, config.train, assets)
+    sources, plans = open_data(config.data, config.train, assets, show=False)
     steps = plans.steps(0)
     total = config.train.max_steps or plans.total_steps(config.train.num_train_epochs)
     for source in sources:

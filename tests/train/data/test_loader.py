@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,13 @@ import psutil
 import pytest
 import torch
 
-from schemas.errors import ConfigError, VerificationError
+from schemas.errors import ConfigError, OmniloomError, VerificationError
 from tests.train.data.loader_driver import BATCH, EPOCHS, make_setup
-from tests.train.data.loading import Setup, data_config, keys_of, write_clips, write_even_mix, write_text
+from tests.train.data.loading import Setup, data_config, keys_of, omni_assets, write_clips, write_even_mix, write_text
 from train.config import BatchConfig
-from train.data.prepare import plan_notes
+from train.data import device
+from train.data.batch import Batch
+from train.data.prepare import open_data, plan_notes
 from train.data.rank_plan import DataRank
 
 Rows = dict[tuple[int, int], list[str]]
@@ -329,3 +334,44 @@ def test_wait_is_measured(setup: Setup) -> None:
     steps = list(islice(loader, 2))
     assert 0 < sum(step.wait_s for step in steps) == pytest.approx(loader.wait_s)
     assert np.isfinite(loader.wait_s)
+
+
+def test_batches_of_workers_hold_no_file_descriptors_and_a_killed_worker_is_told(setup: Setup) -> None:
+    dataloader = setup.data.dataloader.model_copy(update={"num_workers": 1, "prefetch_factor": 1})
+    iterator = iter(setup.loader(dataloader=dataloader))
+    step = next(iterator)
+    assert not any(tensor.is_shared() for batch in step.micro_batches for tensor in batch.tensors().values())
+    (worker,) = (p for p in psutil.Process().children(recursive=True) if p.name() == "pt_data_worker")
+    worker.kill()
+    with pytest.raises(OmniloomError, match="a worker was killed, often for lack of memory"):
+        list(iterator)
+
+
+def test_the_end_does_not_wait_for_a_batch_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, going_on = threading.Event(), threading.Event()
+
+    def slowly() -> Iterator[Batch]:
+        asked.set()
+        assert going_on.wait(60)
+        yield from ()
+
+    monkeypatch.setattr(device, "_CLOSE_S", 0.01)
+    prefetcher = device.DevicePrefetcher(slowly(), torch.device("cpu"), omni_assets(), 1)
+    assert asked.wait(60)
+    prefetcher.close()
+    assert prefetcher._thread.is_alive()
+    going_on.set()
+    prefetcher._thread.join(60)
+    assert not prefetcher._thread.is_alive()
+
+
+def test_opening_says_what_a_user_should_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_clips(tmp_path / "clips", 3)
+    data = data_config([{"path": str(tmp_path / "clips")}], tmp_path / "cache", lanes=64)
+    with caplog.at_level(logging.INFO, "omniloom.train"):
+        open_data(data, BatchConfig(global_batch_size=8), omni_assets(), show=False)
+        assert caplog.text == ""
+        open_data(data, BatchConfig(global_batch_size=8), omni_assets())
+    assert "lanes lowered from 64 to 1" in caplog.text
+    assert "of 8 packed sequences of the first epoch hold padding alone" in caplog.text
+    assert "the data fill less than one step: lower train.global_batch_size" in caplog.text

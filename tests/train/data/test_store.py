@@ -46,6 +46,8 @@ def test_the_sub_index_lists_the_lanes_shards_only_and_is_shared(clips: Path, tm
     assert part_of(clips, [1, 3], tmp_path).view == part.view
     assert part_of(clips, [1], tmp_path).view != part.view
     assert not list(Path(part.view).glob(".*"))
+    (Path(part.view) / "index.json").write_text("")  # cut off
+    part_of(clips, [1, 3], tmp_path).read(3, 0)
 
 
 def test_a_part_travels_to_workers_after_it_was_used(clips: Path, tmp_path: Path) -> None:
