@@ -58,10 +58,9 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         ready = wait([pipes[rank] for rank in waiting.values()], max(0.0, deadline - time.monotonic()))
         if not ready:
             raise TimeoutError(f"ranks {sorted(waiting.values())} have not ended; they wait for one another")
-        for pipe in ready:
-            rank = waiting[id(pipe)]
+        for rank in [waiting[id(pipe)] for pipe in ready]:
             try:
-                error, results[rank] = pickle.loads(pipe.recv_bytes())
+                error, results[rank] = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 raise RuntimeError(f"rank {rank} ended without a result") from None
             if error is not None:

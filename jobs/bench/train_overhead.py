@@ -48,7 +48,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps: before measuring, of a round, under the profiler."""
+    """Steps: before measuring, of a round (multiples of PREPARED, so that all rounds are alike), under the profiler."""
 
     warm: int
     rounds: int
@@ -224,7 +224,7 @@ def measure_overhead(bench: Bench, claims: list[Claim]) -> None:
 
 def measure_wide(bench: Bench, claims: list[Claim]) -> None:
     """The same of a model whose steps keep a GPU busy."""
-    plan = Plan(1, 1, 1, 1) if bench.quick else Plan(6, 3, 10, 3)
+    plan = Plan(1, 1, 1, 1) if bench.quick else Plan(8, 3, 12, 3)
     _against_bare(bench, replace(bench.size, hidden=96) if bench.quick else WIDE, "wide", plan, claims)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration, get_cosine_schedule_with_warmup
+from transformers.utils.logging import disable_progress_bar
 
 from jobs.bench.train_setup import MAX_NORM
 from schemas.strict import load_config
@@ -136,6 +137,7 @@ def rows_of(batches: list[Batch]) -> list[list[str]]:
 
 
 def main() -> int:
+    disable_progress_bar()
     config_file, output = map(Path, sys.argv[1:])
     config = load_config(config_file, [], OmniConfig)
     assert config.model.model_path is not None and config.train.max_steps is not None

@@ -14,6 +14,7 @@ from schemas.strict import check_config
 from train.config import OmniConfig
 
 ASSETS = Path(str(files("jobs"))) / "assets"
+REPEATS = 100  # of each row in an epoch: a small dataset, but an epoch of many steps
 WEIGHT_DECAY, BETAS, EPS, MAX_NORM = 0.1, (0.9, 0.95), 1e-8, 1.0
 
 
@@ -125,7 +126,7 @@ def train_config(bench: Bench, size: Size, name: str, model: dict[str, str], ste
     values = {
         "model": model,
         "data": {
-            "sources": [{"path": str(bench.data), "name": "packed"}],
+            "sources": [{"path": str(bench.data), "name": "packed", "weight": REPEATS}],
             "processor_path": str(ASSETS / "tokenizer"),
             "max_seq_len": size.sequence,
             "lanes": 1,

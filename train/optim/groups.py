@@ -96,11 +96,9 @@ def _without_decay(model: nn.Module, config: OptimizerConfig) -> set[str]:
         owners = [path for path, names in classes.items() if wanted in names]
         held = {f"{path}.{name}" if path else name for path in owners for name in _own(model.get_submodule(path))}
         if not held:
-            known = sorted(
-                {type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None}
-            )
+            known = ", ".join(sorted({type(module).__name__ for module in model.modules() if _own(module)}))
             raise ConfigError(
-                f"train.optimizer.no_decay_modules: no module is a {wanted!r}; with parameters there are {', '.join(known)}"
+                f"train.optimizer.no_decay_modules: no module is a {wanted!r}; with parameters there are {known}"
             )
         found |= held
     names = [name for name, _ in model.named_parameters()]

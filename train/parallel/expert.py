@@ -1,8 +1,8 @@
 """Expert parallelism (GShard, arXiv:2006.16668): each rank of a group holds some experts of every layer; rows travel to
-the experts that they chose and their results come back.
+the ranks that have experts which they chose, once to each, and their results come back.
 
-Shapes: P ranks of a group, E experts, n = E / P of one rank; S rows of a rank, H hidden size, k experts of a row,
-N = S * k choices that a rank sends, R choices that it receives.
+Shapes: P ranks of a group; E experts; S rows of a rank, H hidden size, k experts of a row; M rows that a rank sends, R
+rows that it receives, C choices of its experts by these.
 """
 
 from __future__ import annotations
@@ -30,23 +30,29 @@ from train.parallel.fsdp import offload_policy, precision_policy
 NO_EXPERT = -1
 
 
-class Dispatch(NamedTuple):
-    """Where the choices of one layer go. rows: int64 [N], the row of each choice, sorted by expert; order: int64 [N],
-    the choice itself, numbered row by row; place: int64 [S, k], where each choice went; send, recv: choices to and from
-    each rank; experts: int64 [R], which of this rank's experts each received choice is for."""
+class Copies(NamedTuple):
+    """Rows that are copied to several places and summed again. rows: int64 [N], the row that each copy is of; place:
+    int64 [S, m], where the copies of each row are, N where there is none."""
 
     rows: Tensor
-    order: Tensor
     place: Tensor
+
+
+class Dispatch(NamedTuple):
+    """Where the rows of one layer go. sent: the M copies, ordered by rank; ids: int64 [M, k], numbers of the experts on
+    the rank that a copy goes to, -1 for those elsewhere; send, recv: rows to and from each rank; choices: C."""
+
+    sent: Copies
+    ids: Tensor
     send: list[int]
     recv: list[int]
-    experts: Tensor
+    choices: int
 
 
 class ExpertParallel:
     """A moe_experts op of one rank's experts as one of all experts, with the same signature; gate_up and down are
-    DTensors that are sharded over the group. Expert ids lie in [0, E). Four all-to-alls, of counts, rows, weights and
-    results, and one wait for the device, which tells the host how many rows travel."""
+    DTensors that are sharded over the group. Expert ids lie in [0, E). Five all-to-alls, of counts, ids, weights, rows
+    and results, and one wait for the device, which tells the host how many rows travel."""
 
     def __init__(self, compute: Callable[..., Tensor], group: ProcessGroup) -> None:
         self.compute, self.group = compute, group
@@ -64,33 +70,41 @@ class ExpertParallel:
         """[S, H]; see `train.ops.moe`."""
         plan = self.plan(expert_ids, gate_up.shape[0])
         gate_up, down = _local(gate_up), _local(down)
-        sent: Tensor = _Spread.apply(x, plan.rows, plan.place)
-        shares: Tensor = _Spread.apply(weights.reshape(-1, 1), plan.order, plan.place.reshape(-1, 1))
-        rows = exchange_rows(sent, plan.send, plan.recv, self.group)
-        shares = exchange_rows(shares, plan.send, plan.recv, self.group)
-        ids = plan.experts[:, None]
-        count = len(rows)
-        if not count:  # the experts still take part in the backward pass
-            rows, shares, ids = (F.pad(part, (0, 0, 0, 1), value=NO_EXPERT) for part in (rows, shares, ids))
-        made = self.compute(rows, ids, shares, gate_up, down, self._local_lora(lora, len(gate_up)))[:count]
-        returned = exchange_rows(made, plan.recv, plan.send, self.group)
-        out: Tensor = _Collect.apply(returned, plan.rows, plan.place)
-        return out
+        ids = all_to_all(plan.ids, plan.send, plan.recv, self.group)  # [R, k]
+        shares = exchange_rows(_spread(weights, plan.sent), plan.send, plan.recv, self.group)
+        rows = exchange_rows(_spread(x, plan.sent), plan.send, plan.recv, self.group)
+        made = self._compute(rows, ids, shares, plan.choices, (gate_up, down, self._local_lora(lora, len(gate_up))))
+        return _collect(exchange_rows(made, plan.recv, plan.send, self.group), plan.sent)
 
     @torch.no_grad()
     def plan(self, expert_ids: Tensor, experts: int) -> Dispatch:
         """Of int64 [S, k] ids."""
-        device = expert_ids.device
-        ids, order = expert_ids.reshape(-1).sort(stable=True)
-        place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=device))
-        ends = torch.searchsorted(ids, torch.arange(experts, device=device), right=True)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        arriving = all_to_all(counts.view(self.size, -1), None, None, self.group)  # [P, n]
-        sizes = torch.stack([counts.view(self.size, -1).sum(1), arriving.sum(1)])
-        send, recv = sizes.tolist()  # waits for the device
-        mine = torch.arange(arriving.shape[1], device=device).repeat(self.size)
-        received = torch.repeat_interleave(mine, arriving.flatten(), output_size=sum(recv))
-        return Dispatch(order // expert_ids.shape[1], order, place.view_as(expert_ids), send, recv, received)
+        own, ranks = experts // self.size, torch.arange(self.size, device=expert_ids.device)
+        there = expert_ids.div(own, rounding_mode="floor") == ranks[:, None, None]  # [P, S, k]
+        goes = there.any(-1)
+        leaving = torch.stack([goes.sum(1), there.sum((1, 2))], 1)  # rows and choices, [P, 2]
+        arriving = all_to_all(leaving, None, None, self.group)
+        counts = torch.cat([leaving[:, 0], arriving[:, 0], arriving[:, 1].sum()[None]]).tolist()  # waits for the device
+        send, recv, choices = counts[: self.size], counts[self.size : -1], counts[-1]
+        flat, place = _compact(goes.flatten(), sum(send))
+        rank, row = flat.div(len(expert_ids), rounding_mode="floor"), flat.remainder(len(expert_ids))
+        ids = torch.where(there[rank, row], expert_ids[row] - own * rank[:, None], NO_EXPERT)
+        return Dispatch(Copies(row, place.view(self.size, -1).T), ids, send, recv, choices)
+
+    def _compute(
+        self, rows: Tensor, ids: Tensor, shares: Tensor, choices: int, experts: tuple[Tensor, Tensor, ExpertLora | None]
+    ) -> Tensor:
+        """[R, H] of received rows [R, H], ids and weights [R, k]; each choice is a row of its own, none is empty."""
+        flat, place = _compact((ids != NO_EXPERT).flatten(), choices)
+        each = Copies(flat.div(ids.shape[1], rounding_mode="floor"), place.view_as(ids))
+        chosen = _spread(rows, each)
+        chosen_ids = ids.flatten()[flat][:, None]
+        chosen_shares = _spread(shares.reshape(-1, 1), Copies(flat, place[:, None]))
+        if not choices:  # the experts still take part in the backward pass
+            padding = (0, 0, 0, 1)
+            chosen, chosen_shares = F.pad(chosen, padding), F.pad(chosen_shares, padding)
+            chosen_ids = F.pad(chosen_ids, padding, value=NO_EXPERT)
+        return _collect(self.compute(chosen, chosen_ids, chosen_shares, *experts)[:choices], each)
 
     def _local_lora(self, lora: ExpertLora | None, experts: int) -> ExpertLora | None:
         """The adapters of this rank's experts; those that all share stay as they are."""
@@ -106,7 +120,7 @@ class ExpertParallel:
 
 
 class _Spread(torch.autograd.Function):
-    """x [S, H] -> [N, H], the row of each choice. The gradient of a row is the sum over its choices."""
+    """Copies of rows; the gradient of a row is the sum over its copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, place: Tensor) -> Tensor:
@@ -116,16 +130,16 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
-        return _sum_choices(gradients[0], place), None, None
+        return _sum_copies(gradients[0], place), None, None
 
 
 class _Collect(torch.autograd.Function):
-    """made [N, H] -> [S, H], the sum over the choices of each row: the transpose of `_Spread`."""
+    """The sum over the copies of each row: the transpose of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, rows: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        return _sum_choices(made, place)
+        return _sum_copies(made, place)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -133,9 +147,32 @@ class _Collect(torch.autograd.Function):
         return gradients[0][rows], None, None
 
 
-def _sum_choices(x: Tensor, place: Tensor) -> Tensor:
+def _spread(x: Tensor, copies: Copies) -> Tensor:
+    """[N, H] of x [S, H]."""
+    found: Tensor = _Spread.apply(x, *copies)
+    return found
+
+
+def _collect(made: Tensor, copies: Copies) -> Tensor:
+    """[S, H] of made [N, H]."""
+    found: Tensor = _Collect.apply(made, *copies)
+    return found
+
+
+def _sum_copies(x: Tensor, place: Tensor) -> Tensor:
     """[S, H] of x [N, H], summed in float32 at least, always in the same order."""
-    return x[place].sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    if not len(x):
+        return x.new_zeros(len(place), x.shape[1])
+    copies = x[place.clamp(max=len(x) - 1)].masked_fill_((place == len(x))[..., None], 0)
+    return copies.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def _compact(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(int64 [count], the indexes where chosen, bool [N], is true; int64 [N], the place of each among them, count where
+    it is false), without waiting for the device."""
+    place = torch.where(chosen, chosen.cumsum(0) - 1, count)
+    numbers = torch.arange(len(chosen), device=chosen.device)
+    return numbers.new_empty(count + 1).scatter_(0, place, numbers)[:count], place
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

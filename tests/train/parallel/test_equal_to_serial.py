@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -46,6 +47,7 @@ BATCHES: dict[str, list[list[list[Maker]]]] = {
         [[media.image_mix, long_text], [media.audio_mix], [media.text_mix], [long_text, media.text_mix]],
     ],
 }
+MAX_GRAD_NORM = 0.5  # which every step is clipped to
 TAKEN = {"text": 1, "audio and video": 1, "mixed": STEPS}
 # keys of train.accelerator, dp_shard_size being what is left
 COMBINATIONS: dict[int, list[dict[str, int]]] = {
@@ -73,6 +75,24 @@ COMBINATIONS: dict[int, list[dict[str, int]]] = {
     ],
 }
 
+# of four processes, on mixed batches
+OPTIONS: list[dict[str, Any]] = [
+    {"dp_replicate_size": 2, "ulysses_size": 2, "ep_size": 2, "fsdp_config": {**FP32, "sync_every_micro_batch": False}},
+    {"ep_size": 2, "fsdp_config": {**FP32, "offload": True}},
+    {
+        "ulysses_size": 2,
+        "ep_size": 2,
+        "fsdp_config": {
+            **FP32,
+            "sync_every_micro_batch": False,
+            "reshard_after_forward": False,
+            "reshard_after_backward": False,
+            "forward_prefetch": False,
+        },
+    },
+    {"ulysses_size": 2, "fsdp_config": {**FP32, "fsdp_mode": "ddp"}},
+]
+
 
 def degrees_of(world_size: int, keys: dict[str, int]) -> Degrees:
     return Degrees.of(check_config({"fsdp_config": FP32} | keys, AcceleratorConfig), world_size)
@@ -94,12 +114,15 @@ def _batch(makers: tuple[Maker, ...], sp_rank: int, sp_size: int) -> Batch:
 
 @cache
 def one_process(kind: str) -> Outcome:
-    return outcome(make_parts({}, meta_model()), batches_of(kind, 0, Degrees()), TAKEN[kind])
+    parts = make_parts({}, meta_model(), max_grad_norm=MAX_GRAD_NORM)
+    found = outcome(parts, batches_of(kind, 0, Degrees()), TAKEN[kind])
+    assert min(found.norms) > MAX_GRAD_NORM
+    return found
 
 
 def outcomes(keys: dict[str, int], number: int = 0) -> dict[str, Outcome]:
     """By kind of batch. number: odd ones recompute their blocks in the backward pass."""
-    parts = make_parts(dict(keys), meta_model(), checkpointing=number % 2 == 1)
+    parts = make_parts(dict(keys), meta_model(), checkpointing=number % 2 == 1, max_grad_norm=MAX_GRAD_NORM)
     assert isinstance(parts.model, FoundationModel)
     found = {}
     for kind, steps in TAKEN.items():
@@ -116,7 +139,7 @@ def _all(world_size: int) -> list[dict[str, Outcome]] | None:
 def table(world_size: int, verdicts: list[dict[str, str]]) -> str:
     """One line per combination."""
     lines = [
-        "| replicas | shards | `ulysses_size` | `ep_size` | an expert on | " + " | ".join(TAKEN) + " |",
+        "| replicas | shards | `ulysses_size` | `ep_size` | ranks of an expert | " + " | ".join(TAKEN) + " |",
         "| --- " * (5 + len(TAKEN)) + "|",
     ]
     for keys, verdict in zip(COMBINATIONS[world_size], verdicts, strict=True):
@@ -152,6 +175,21 @@ def test_ranks_equal_one_process(world_size: int) -> None:
                 verdicts[-1][kind] = "differs"
     assert not wrong, "\n".join(wrong)
     compare_page(world_size, table(world_size, verdicts))
+
+
+def _options() -> list[Outcome] | None:
+    found = []
+    for keys in OPTIONS:
+        parts = make_parts(keys, meta_model(), checkpointing=True, max_grad_norm=MAX_GRAD_NORM)
+        found.append(outcome(parts, batches_of("mixed", parts.mesh.rank, parts.mesh.degrees)))
+    return found if dist.get_rank() == 0 else None
+
+
+@pytest.mark.slow
+def test_options_of_fsdp() -> None:
+    found: list[Outcome] = processes.run(4, _options)[0]
+    said = {str(keys): difference(got, one_process("mixed")) for keys, got in zip(OPTIONS, found, strict=True)}
+    assert not any(said.values()), said
 
 
 def difference(found: Outcome, expected: Outcome) -> str | None:

@@ -26,13 +26,12 @@ LAYOUTS: dict[int, list[dict[str, int]]] = {
     1: [{}],
     2: [{}, {"ulysses_size": 2, "ep_size": 2}],
     4: [
-        {"ulysses_size": 2, "ep_size": 2},
-        {"ep_size": 4},
-        {"dp_replicate_size": 2, "ep_size": 2},
+        {"ulysses_size": 2, "ep_size": 4},
         {"ulysses_size": 4},
+        {"dp_replicate_size": 2, "ep_size": 2},
     ],
 }
-SAVED_BY: list[tuple[int, int]] = [(1, 0), (2, 1), (4, 0), (4, 2)]  # processes, number of the layout
+SAVED_BY: list[tuple[int, int]] = [(1, 0), (2, 1), (4, 2)]  # processes, number of the layout
 
 
 def parts_of(layout: dict[str, int]) -> tuple[StepParts, AdamW]:
@@ -74,12 +73,20 @@ def save(folder: Path, ranks: int, number: int) -> dict[str, Tensor]:
     return state(parts.model, optimizer)
 
 
+@torch.no_grad()
+def spoil(model: torch.nn.Module, optimizer: AdamW) -> None:
+    """Leaves nothing that a load might not write."""
+    for tensor in [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]:
+        tensor.fill_(float("nan"))
+
+
 def load_all(folder: Path, ranks: int) -> dict[str, dict[str, Tensor]]:
     """Every checkpoint under every layout of so many processes."""
     found = {}
     for number, layout in enumerate(LAYOUTS[ranks]):
+        parts, optimizer = parts_of(layout)
         for saved in sorted(path for path in folder.iterdir() if path.name[0].isdigit()):
-            parts, optimizer = parts_of(layout)
+            spoil(parts.model, optimizer)
             keeper = checkpointer(saved, parts.mesh.rank, ranks)
             keeper.load(keeper.find() or Path(), parts.model, optimizer)
             found[f"{saved.name} to {ranks}_{number}"] = state(parts.model, optimizer)
@@ -98,6 +105,7 @@ def _load_on_ranks(folder: Path) -> dict[str, dict[str, Tensor]] | None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_checkpoints_go_to_any_degrees(tmp_path: Path) -> None:
     saved = {"1_0": save(tmp_path, 1, 0)}
     for ranks in (2, 4):

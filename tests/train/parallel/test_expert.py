@@ -24,7 +24,7 @@ from train.ops import moe, moe_grouped_mm
 from train.ops.lora_types import ExpertLora
 from train.ops.registry import eager_ops
 from train.parallel.apply import apply_parallel
-from train.parallel.expert import ExpertParallel, apply_expert_parallel
+from train.parallel.expert import Copies, ExpertParallel, _collect, _spread, apply_expert_parallel
 
 EXPERTS, HIDDEN, INNER, CHOICES, RANK = 8, 16, 12, 3, 2
 BACKENDS = {"eager": moe.eager, "grouped_mm": moe_grouped_mm.grouped_mm}
@@ -134,9 +134,20 @@ def _waits() -> int:
             return function(*args, **(kwargs or {}))
 
     with Count():
-        parallel = ExpertParallel(lambda x, ids, shares, gate_up, down, lora: x * shares, mesh.get_group())
+        parallel = ExpertParallel(lambda x, ids, shares, *_: x * shares, mesh.get_group())
         parallel(rows["x"], rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
     return asked
+
+
+def _sent() -> list[tuple[list[int], int]]:
+    """Rows and choices of a layer in which both choices of each row are experts of one rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    plan = ExpertParallel(moe.eager, mesh.get_group()).plan(torch.tensor([[0, 3], [5, 4], [1, 2]]), EXPERTS)
+    return [(plan.send, plan.choices)]
+
+
+def test_a_row_travels_once_to_each_rank() -> None:
+    assert processes.run(2, _sent) == [[([2, 1], 8)], [([2, 1], 4)]]
 
 
 def test_one_wait_for_the_device_per_layer() -> None:
@@ -188,16 +199,14 @@ def test_experts_are_sharded_over_both_dimensions() -> None:
     ]
 
 
-def test_choices_are_summed_and_spread() -> None:
-    """The two row functions are one another's transpose."""
+def test_copies_are_spread_and_summed() -> None:
+    """The two row functions are one another's transpose; rows may have no copy."""
+    place = torch.tensor([[0, 3], [5, 5], [1, 5], [2, 4]])
+    rows = torch.tensor([0, 2, 3, 0, 3])
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([[2, 0], [1, 0], [0, 2], [1, 2]])
-    order = ids.reshape(-1).argsort(stable=True)
-    place = torch.empty_like(order).scatter(0, order, torch.arange(8)).view(4, 2)
-    from train.parallel.expert import _Collect, _Spread  # noqa: PLC0415
-
-    assert torch.autograd.gradcheck(lambda t: _Spread.apply(t, order // 2, place), x)
-    made = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: _Collect.apply(t, order // 2, place), made)
-    both = _Collect.apply(_Spread.apply(x, order // 2, place), order // 2, place)
-    assert torch.allclose(both, 2 * x)
+    made = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: _spread(t, Copies(rows, place)), x)
+    assert torch.autograd.gradcheck(lambda t: _collect(t, Copies(rows, place)), made)
+    both = _collect(_spread(x, Copies(rows, place)), Copies(rows, place))
+    assert torch.equal(both, torch.tensor([2.0, 0.0, 1.0, 2.0])[:, None] * x)
+    assert _collect(made[:0], Copies(rows[:0], place * 0)).tolist() == [[0.0] * 5] * 4
