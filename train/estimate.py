@@ -18,6 +18,7 @@ from train.data.plan import rank_slots
 from train.data.plan_store import PlanStore
 from train.mesh import Degrees
 from train.model_build import AnyModel
+from train.models.moe import Experts
 from train.models.spec import fsdp_blocks
 
 FLOAT32 = 4
@@ -68,7 +69,7 @@ def estimate_memory(model: AnyModel, degrees: Degrees, train: TrainConfig, max_s
     in_blocks = {id(parameter) for _, block in blocks for parameter in block.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     root = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_blocks)
-    sizes = sorted((numel(block) for _, block in blocks), reverse=True)
+    sizes = sorted((gathered_numel(block, degrees.ep) for _, block in blocks), reverse=True)
     whole = sum(sizes) if not fsdp.reshard_after_forward else sum(sizes[:2])
     alone = degrees.world == 1 and itemsize == FLOAT32 and not fsdp.offload
     gradients = sum(shard_numel(parameter, degrees.fsdp) for parameter in trained) * FLOAT32
@@ -134,6 +135,12 @@ def estimate_steps(plans: PlanStore, batch: BatchConfig, degrees: Degrees) -> St
 def numel(module: nn.Module) -> int:
     """Elements of all its parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def gathered_numel(module: nn.Module, ep: int) -> int:
+    """Elements that a rank gathers for a pass of it: all parameters, of experts its share."""
+    experts = sum(numel(part) for part in module.modules() if isinstance(part, Experts))
+    return numel(module) - experts + experts // ep
 
 
 def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
