@@ -191,6 +191,10 @@ class _Renamed:
     def bytes_read(self) -> int:
         return self._reader.bytes_read
 
+    def changed(self) -> Iterable[Path]:
+        """The files that were written to since this was made."""
+        return self._reader.changed()
+
     def read(self, name: str, box: Box | None = None) -> Tensor:
         return self._reader.read(self._names[name], box)
 

@@ -87,7 +87,7 @@ def test_frozen_parameters_are_in_no_group() -> None:
             "train.module_lr: 'lm_haed' matches no module or parameter; did you mean 'lm_head'?",
         ),
         ({"optimizer": {"no_decay_modules": ["RMSNrm"]}}, "no_decay_modules: no module is a 'RMSNrm'"),
-        ({"optimizer": {"no_decay_params": ["bais"]}}, "no parameter has 'bais' in its name"),
+        ({"optimizer": {"no_decay_params": ["biaz"]}}, "no parameter has 'biaz' in its name"),
         ({"vit_lr": 1e-5, "freeze_vit": True}, "vit_lr is given for a tower that is frozen"),
     ],
 )
