@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from convert.adapter_config import read_adapter_config
+from convert.quantised import is_code
 from convert.safetensors_io import SafetensorsReader
 from convert.tensors import Box, TensorInfo
 from schemas.errors import IncompleteSourceError, UnsupportedError
@@ -95,7 +96,7 @@ class Adapter:
 
     def _sort_in(self, key: str) -> None:
         """Notes what one tensor of the file is for."""
-        if not self.reader.tensors[key].dtype.is_floating_point:
+        if not self.reader.tensors[key].dtype.is_floating_point or is_code(self.reader.tensors[key]):
             raise UnsupportedError(f"{self._where}: {key} is {self.reader.tensors[key]}, which is no weight")
         match = _KEY.fullmatch(key)
         if match is None:
@@ -163,7 +164,7 @@ class Adapter:
         if r_a == rank * experts:
             if (size_out, size_in) == (out, into):
                 kinds.append("experts")
-            elif (size_out, size_in) == (into, out):
+            if (size_out, size_in) == (into, out):  # of a square one both fit
                 kinds.append("experts transposed")
         elif r_a == rank and (size_out, size_in) == (out, into):
             kinds.append("shared")

@@ -47,7 +47,7 @@ _FEATURES = {
 # under these the base was trained on as it is; pissa, olora, corda, lora_ga and loftq change it first, so that the base
 # at hand is not the one that the adapter was trained on
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
-_ENDLESS = re.compile(r"[+*}]\??\)+[+*{]")  # (a+)+ and the like, which can search for ever
+ENDLESS = re.compile(r"[+*}]\??\)+[+*{]")  # (a+)+ and the like, which can search for ever
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
                 raise ConfigError(f"{path}: {key}: {_short(pattern)} is no regular expression: {error}") from error
-            if _ENDLESS.search(pattern):
+            if ENDLESS.search(pattern):
                 raise ConfigError(f"{path}: {key}: {_short(pattern)} repeats a repetition; write it another way")
     if not isinstance(config.get("use_rslora"), bool | None):
         raise ConfigError(f"{path}: use_rslora: is {_short(config['use_rslora'])}; it must be true or false")

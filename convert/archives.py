@@ -9,6 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Hashable, Iterable
 
+from convert.printing import printable
 from schemas.errors import UnsafeInputError
 
 # what zipfile raises for an archive that is none
@@ -24,6 +25,7 @@ def read_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo], l
     A compressed member cannot give more bytes than its entry says. torch.save can be told to leave out checksums; then
     they are 0, which is not taken for one.
     """
+    check_members(archive, what)
     listed = list(members)
     size = sum(info.file_size for info in listed)
     if size > limit:
@@ -34,6 +36,18 @@ def read_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo], l
         if not info.CRC:
             del info.CRC  # what zipfile itself has for an archive without checksums
     return [archive.read(info) for info in listed]
+
+
+def check_members(archive: zipfile.ZipFile, what: str) -> None:
+    """UnsafeInputError for an archive of which two readers could read different things: a name twice, several roots."""
+    names = [info.filename for info in archive.infolist()]
+    if len(set(names)) != len(names):
+        raise UnsafeInputError(
+            f"{what} has {len(names) - len(set(names))} members under a name that stands there twice"
+        )
+    roots = {name.partition("/")[0] for name in names}
+    if len(roots) > 1:
+        raise UnsafeInputError(f"{what} has {len(roots)} roots ({printable(', '.join(sorted(roots)))[:100]}), not one")
 
 
 class Checksums:

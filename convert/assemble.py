@@ -16,8 +16,9 @@ from convert.geometry import Geometry
 from convert.job import Conversion
 from convert.ledger import Recipe, check_ledger, recipes
 from convert.model_config import carried_files
-from convert.patterns import Pattern
-from convert.pieces import Assembly, usage
+from convert.patterns import Pattern, some
+from convert.pieces import Assembly, usage, whole
+from convert.quantised import refuse_quantised
 from convert.rules import Copy, Rule
 from convert.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from convert.tensors import TensorInfo, TensorReader, dtype_of
@@ -33,6 +34,7 @@ class Origin:
     reader: TensorReader
     geometry: Geometry
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def open_base(folder: Path) -> Base:
     config = read_config(folder)
     has_weights = (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists()
     reader = SafetensorsReader(folder) if has_weights else None
+    refuse_quantised(str(folder), config, reader.tensors if reader else {})
     model = model_of(config, str(folder / "config.json"), reader.tensors if reader else None)
     if reader is not None:
         return Base(folder, model, reader, expert_form(model, reader.tensors))
@@ -62,6 +65,15 @@ def open_base(folder: Path) -> Base:
             "source does not have"
         )
     return Base(folder, model, None, model.family.experts if model.geometry.ranges["moe_layer"] else "none")
+
+
+def check_whole(base: Base) -> None:
+    """Holds the files of a base against its config.json, by the ledger, but for parts that no conversion makes."""
+    tensors = base.reader.tensors if base.reader is not None else {}
+    rest = base.model.family.rest
+    own = {name: info for name, info in tensors.items() if not (rest and name.startswith(rest))}
+    resolution = Resolution(made={name: whole(name, info.shape) for name, info in own.items()})
+    check_ledger(resolution, own, expected(base.model, base.experts))
 
 
 def into(origin: Origin, rules: Sequence[Rule], base: Base, override: torch.dtype | None = None) -> Conversion:
@@ -182,6 +194,11 @@ def copied_names(rules: Sequence[Rule], base: SafetensorsReader, resolution: Res
     return copies
 
 
+def masters_missing(names: Sequence[str]) -> tuple[str, ...]:
+    """A warning where fp32 masters were asked for and some parameters have none: they keep their own rounding."""
+    return (f"{len(names)} parameters have no fp32 master and are taken as they are: {some(names)}",) if names else ()
+
+
 def stated_by(made: Sequence[Recipe]) -> torch.dtype:
     """The dtype that config.json states: that of most of the weights."""
     return main_dtype({recipe.target: recipe.info for recipe in made}) or torch.float32
@@ -206,4 +223,5 @@ def _conversion(
         dropped=resolution.dropped,
         sliced=resolution.sliced,
         notes=origin.notes,
+        warnings=origin.warnings,
     )

@@ -58,6 +58,7 @@ Layout = Annotated[
 ]
 _SHARD_SIZE = f"{SHARD_BYTES // 10**9}GB"
 _WORKERS = 4
+_WRITTEN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @app.command("megatron-to-hf")
@@ -212,6 +213,8 @@ app.command("verify")(verify_command)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and dtype_of(name) not in _WRITTEN:
+        raise ConfigError(f"--dtype {name}: is no dtype that these models are loaded in; bfloat16, float16 or float32")
     return None if name is None else dtype_of(name)
 
 
@@ -250,7 +253,7 @@ def _convert(build: Callable[[], Conversion], output: Path, options: Options, dr
     if result is None or result.done_before:
         typer.echo(f"{output}: finished by an earlier run; nothing to do")
         return
-    for warning in (result.verified or {}).get("warnings", ()):
+    for warning in (*conversion.warnings, *(result.verified or {}).get("warnings", ())):
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(
         f"{output}: {gigabytes(result.bytes_written)} GB written in {time.monotonic() - began:.1f} s, "
@@ -272,6 +275,7 @@ def plan_lines(conversion: Conversion, output: Path, options: Options) -> list[s
         f"  memory   about {memory_needed(conversion, options) / 1e6:.0f} MB beside the libraries",
     ]
     lines += [f"  note     {note}" for note in conversion.notes]
+    lines += [f"  warning  {warning}" for warning in conversion.warnings]
     lines += [f"  cast     {count} tensors {cast}" for cast, count in sorted(casts(conversion).items())]
     for what, names in (
         ("base", conversion.copies),

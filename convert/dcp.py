@@ -7,15 +7,17 @@ is no weight (optimizer state, random state, extra state of Transformer Engine) 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from convert.archives import Checksums
-from convert.dcp_index import Chunk, DcpIndex, Record, StoredTensor, read_index
+from convert.dcp_index import METADATA_FILE, Chunk, DcpIndex, Record, StoredTensor, read_index
 from convert.dcp_record import Place, data_start, load_record
+from convert.file_states import FileStates
 from convert.open_files import OpenFiles
+from convert.printing import printable
 from convert.tensors import Box, TensorInfo, box_shape, check_box, full_box
 from convert.tiling import BoxTree
 from schemas.errors import IncompleteSourceError, UnsafeInputError, UnsupportedError
@@ -55,12 +57,22 @@ class DcpReader:
         self.skipped: dict[str, str] = {
             name: no_weight(name) or "an object, no tensor" for name in (*self.index.objects, *self.index.others)
         }
+        unknown = [name for name in self.index.objects if no_weight(name) is None]
+        if unknown:
+            raise UnsupportedError(
+                f"{directory}: {len(unknown)} entries are Python objects of no known kind, which may hold "
+                f"weights: {', '.join(map(printable, sorted(unknown)[:4]))}"
+            )
         self._stored = {name: stored for name, stored in self.index.tensors.items() if no_weight(name) is None}
         self.masters: tuple[str, ...] = ()
+        self.without_masters: tuple[
+            str, ...
+        ] = ()  # parameters that are taken as they are, though masters were asked for
         if from_master:
             self._take_masters()
         self._trees = {name: _tree(name, stored) for name, stored in self._stored.items()}
         self.tensors: Mapping[str, TensorInfo] = {name: stored.info for name, stored in self._stored.items()}
+        self._states = FileStates((directory / METADATA_FILE, *(directory / file for file in self.index.files)))
         self._files = OpenFiles()
         self._places: dict[Record, Place | None] = {}  # where the data lies; None: only torch can read it
         self._checksums = Checksums()
@@ -81,6 +93,9 @@ class DcpReader:
     @property
     def bytes_read(self) -> int:
         return self._files.bytes_read
+
+    def changed(self) -> Iterable[Path]:
+        return self._states.changed()
 
     def location(self, name: str) -> tuple[str, int]:
         records = [chunk.record for chunk in self._stored[name].chunks]
@@ -164,6 +179,7 @@ class DcpReader:
                 "convert without --from-master"
             )
         self.masters = tuple(taken)
+        self.without_masters = tuple(name for name in self._stored if name not in set(taken))
 
 
 def _tree(name: str, stored: StoredTensor) -> BoxTree:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from convert.archives import DAMAGED_ARCHIVE, read_members
+from convert.archives import DAMAGED_ARCHIVE, check_members, read_members
 from convert.printing import printable
 from convert.restricted_pickle import is_inert, load_tensor_header
 from convert.tensors import TensorInfo
@@ -136,6 +136,7 @@ def load_record(data: bytes, expected: TensorInfo, what: str) -> torch.Tensor:
     """The tensor of a record by `torch.load(weights_only=True)`, checked against the index; errors as `data_start`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            check_members(archive, what)
             size = sum(info.file_size for info in archive.infolist())
     except DAMAGED_ARCHIVE as error:
         raise IncompleteSourceError(f"{what} is damaged: {type(error).__name__}: {printable(str(error))}") from error

@@ -112,13 +112,14 @@ def _apply(
     result: Resolution,
 ) -> None:
     """Takes one group of sources through the steps of its rule."""
-    group = _gather(matcher, outer, members, tensors, geometry)
     here = some(members.values())
-    for step in matcher.steps:
-        try:
-            group = _step(step, group, geometry, result)
-        except ValueError as error:
-            raise UnsupportedError(f"{here}: {error}; the shape does not fit config.json") from error
+    try:
+        group = _gather(matcher, outer, members, tensors, geometry)
+        group = _taken(group, matcher, here, geometry, result)
+    except KeyError as error:  # a size that this model does not have
+        raise UnsupportedError(
+            f"{here}: config.json describes a model that has no such tensors (no {error})"
+        ) from error
     for (part, indices), assembly in group.items():
         target = fill_in(matcher.targets[part], outer | dict(indices))
         if target in result.made:
@@ -126,6 +127,16 @@ def _apply(
                 f"{target} is made twice: by {here} and by {some(usage(result.made[target].pieces))}"
             )
         result.made[target] = assembly
+
+
+def _taken(group: _Group, matcher: _Matcher, here: str, geometry: Geometry, result: Resolution) -> _Group:
+    """The group behind all steps of its rule."""
+    for step in matcher.steps:
+        try:
+            group = _step(step, group, geometry, result)
+        except ValueError as error:
+            raise UnsupportedError(f"{here}: {error}; the shape does not fit config.json") from error
+    return group
 
 
 def _gather(

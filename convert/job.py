@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from convert.dcp_output import CHUNK_BYTES, DcpOutput
+from convert.file_states import check_unchanged
 from convert.fill import SLAB, row_bytes
 from convert.ledger import Recipe
 from convert.output import REPORT, OutputDirectory, check_space, digest, finished_files
@@ -30,7 +31,8 @@ class Conversion:
 
     recipes: of the tensors that are made. base: the model whose files the output has; its tensors that no recipe makes
     are copied, `copies` has the reasons. dropped, sliced: source tensors, or elements of them, that are left out, and
-    why. files: the small files of the output by name, config.json among them. as_dcp: the output is a torch DCP.
+    why. files: the small files of the output by name, config.json among them. warnings: what the user must
+    hear even if nothing is wrong. as_dcp: the output is a torch DCP.
     """
 
     direction: str
@@ -43,6 +45,7 @@ class Conversion:
     dropped: Mapping[str, str] = field(default_factory=dict)
     sliced: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     as_dcp: bool = False
 
 
@@ -143,18 +146,26 @@ def run(
         read = conversion.reader.bytes_read
         phase("verifying", total, 0)
         verified = verify(out.partial, conversion, progress) if verify else None
+        check_unchanged(conversion.reader, *([conversion.base] if conversion.base else []))
+        result = Result(False, total - finished, read, verified)
         out.commit()
     except OSError as error:
+        if out.committed:  # whatever comes behind the rename, the output is whole and there
+            return result
         stated = as_error(error, out.partial)
         out.close() if isinstance(stated, ResumableError) else out.discard()
         raise stated from error
     except Exception as error:
+        if out.committed:
+            return result
         out.close() if isinstance(error, ResumableError) else out.discard()
         raise
     except BaseException:  # a signal: the journal lets the next run go on
         out.close()
+        if out.committed:
+            return result
         raise
-    return Result(False, total - finished, read, verified)
+    return result
 
 
 def planned(conversion: Conversion, output: Path, options: Options) -> tuple[Output, OutputDirectory]:
@@ -222,6 +233,7 @@ def report_of(
         "elements_dropped": {name: {"elements": n, "reason": why} for name, (n, why) in conversion.sliced.items()},
         "casts": dict(sorted(casts(conversion).items())),
         "notes": list(conversion.notes),
+        "warnings": list(conversion.warnings),
         "xxh3_64": {name: hashes[name] for name in sorted(hashes)},
     }
 

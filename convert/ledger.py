@@ -15,6 +15,7 @@ import torch
 from convert.engine import Resolution
 from convert.patterns import SHOWN, some
 from convert.pieces import Piece, usage
+from convert.quantised import is_code
 from convert.tensors import TensorInfo, dtype_name
 from schemas.errors import IncompleteSourceError, UnsupportedError
 
@@ -113,6 +114,10 @@ def _check_kind(
     target: str, dtype: torch.dtype, sources: Mapping[str, TensorInfo], whole_numbers: Collection[str]
 ) -> None:
     for source, info in sources.items():
+        if is_code(info):
+            raise UnsupportedError(
+                f"{source} is {info}: such numbers mean nothing without their scales; is it quantised?"
+            )
         if info.dtype.is_floating_point and dtype.is_floating_point:
             continue
         if info.dtype != dtype or target not in whole_numbers:

@@ -6,7 +6,7 @@ trainer), the base its files'. The rules between the two carry the changes over 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,9 +14,11 @@ import xxhash
 
 from convert.adapter import Adapter, adapted_modules, adapter_reader
 from convert.adapter_config import CONFIG_FILE, read_adapter_config
-from convert.assemble import Base, open_base
+from convert.adapter_modules import check_complete
+from convert.assemble import Base, check_whole, open_base
 from convert.config_dtype import restated
 from convert.engine import resolve
+from convert.file_states import FileStates
 from convert.fill import Rows
 from convert.job import Conversion
 from convert.ledger import Recipe
@@ -38,8 +40,10 @@ def merge_lora_conversion(source: Path, base: Path, dtype: torch.dtype | None = 
     target = open_base(base)
     if target.reader is None:
         raise ConfigError(f"{base}: has no weights to merge into")
+    check_whole(target)
     parameters, rules, root = trained_names(adapted_modules(adapter_reader(source)), target, source)
     adapter = Adapter(source, parameters, root)
+    check_complete(source, adapter, parameters, root)
     _refuse_tied(adapter, target)
     reader = MergedReader(target.reader, adapter, rules, parameters, target, dtype)
     made = tuple(
@@ -113,6 +117,7 @@ class MergedReader:
     ) -> None:
         """dtype: what the model is cast to; then tensors that the adapter does not touch are read as well."""
         self._base, self._adapter = base, adapter
+        self._config = FileStates([adapter.reader.folder / CONFIG_FILE])
         self._changes = _Source(adapter, parameters, replaced=False)
         self._values = _Source(adapter, parameters, replaced=True)
         self._rows: dict[str, Rows] = {}
@@ -145,6 +150,9 @@ class MergedReader:
     def fingerprint(self) -> str:
         config = (self._adapter.reader.folder / CONFIG_FILE).read_bytes()
         return f"{self._adapter.reader.fingerprint}.{xxhash.xxh3_64(config).hexdigest()}.{self._base.fingerprint}"
+
+    def changed(self) -> Iterable[Path]:
+        return (*self._adapter.reader.changed(), *self._base.changed(), *self._config.changed())
 
     @property
     def bytes_read(self) -> int:
@@ -183,6 +191,9 @@ class _Source:
     @property
     def bytes_read(self) -> int:
         return self._adapter.reader.bytes_read
+
+    def changed(self) -> Iterable[Path]:
+        return self._adapter.reader.changed()
 
     def location(self, name: str) -> tuple[str, int]:
         return name, 0

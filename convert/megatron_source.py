@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from convert.dcp_index import METADATA_FILE
-from convert.geometry import Geometry
+from convert.geometry import Geometry, Section
+from convert.megatron_arguments import check_arguments
 from convert.restricted_pickle import is_inert, load_common
 from convert.small_files import read_object, read_small
 from schemas.errors import ConfigError, IncompleteSourceError, UnsupportedError
@@ -59,32 +59,7 @@ def _check_backend(directory: Path) -> None:
         raise UnsupportedError(f"{path}: sharded_backend is {ascii(backend)[:60]}; only torch_dist is handled")
 
 
-# argument of the training run -> values under which the weights mean what the hub model takes them for
-_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("apply_layernorm_1p", (False, None), "norm weights are stored as their difference from 1"),
-    ("layernorm_zero_centered_gamma", (False, None), "norm weights are stored as their difference from 1"),
-    ("rotary_interleaved", (False, None), "rotary pairs lie side by side"),
-    ("rotary_percent", (1, 1.0, None), "only a part of each head is rotated"),
-    ("normalization", ("RMSNorm", None), "norms are not RMSNorm"),
-    ("swiglu", (True, None), "the MLP is not gated"),
-    ("add_bias_linear", (False, None), "linear layers have biases"),
-)
-# argument -> size of the geometry; only sizes whose mismatch the shapes alone would not always show
-_SIZES = (("num_attention_heads", "heads"), ("num_query_groups", "kv_heads"), ("kv_channels", "head_dim"))
-
-
-def _stated_size(arguments: dict[str, Any], name: str) -> Any:
-    """An argument; without grouped queries every head has its own key and value, whatever the number of groups is.
-    Where it is not said, 1 may be the default of that number: then the shapes must tell."""
-    value = arguments.get(name)
-    if name != "num_query_groups":
-        return value
-    if "group_query_attention" not in arguments:
-        return None if value == 1 else value
-    return value if arguments["group_query_attention"] else arguments.get("num_attention_heads")
-
-
-def check_common(directory: Path, geometry: Geometry) -> int | None:
+def check_common(directory: Path, geometry: Geometry, text: Section) -> int | None:
     """Reads common.pt without executing it and holds the arguments in it, if any, against config.json.
 
     Returns the training iteration, None when it is not stated. UnsafeInputError for a pickle that wants to run
@@ -100,13 +75,5 @@ def check_common(directory: Path, geometry: Geometry) -> int | None:
         arguments = root.get("args")
         if not is_inert(arguments, "Namespace") or not isinstance(arguments.state, dict):
             continue
-        for name, allowed, why in _ARGUMENTS:
-            value = arguments.state.get(name)
-            if not any(type(value) is type(each) and value == each for each in allowed):
-                said = ascii(value)[:60] if isinstance(value, str | int | float) else type(value).__name__
-                raise UnsupportedError(f"{path}: {name} is {said}: {why}, which the hub model does not expect")
-        for name, size in _SIZES:
-            value, wanted = _stated_size(arguments.state, name), geometry.size(size)
-            if type(value) is int and value != wanted:
-                raise UnsupportedError(f"{path}: {name} is {value}, config.json of the base says {wanted}")
+        check_arguments(str(path), arguments.state, geometry, text)
     return iteration

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from convert.assemble import Origin, into, open_base
+from convert.assemble import Origin, into, masters_missing, open_base
 from convert.dcp import DcpReader
 from convert.engine import check_names
+from convert.families import text_section
 from convert.job import Conversion
 from convert.megatron import MegatronLayout, check_sizes, find_layout, megatron_rules
 from convert.megatron_source import check_common, find_checkpoint
@@ -37,7 +38,7 @@ def megatron_to_hf_conversion(
         )
     folder = find_checkpoint(source)
     target = open_base(base)
-    iteration = check_common(folder, target.model.geometry)
+    iteration = check_common(folder, target.model.geometry, text_section(target.model, base))
     reader = DcpReader(folder, from_master=from_master)
     layout = find_layout(reader.tensors)
     rules = megatron_rules(layout, target.model, target.experts, keep_base_towers=keep_base_towers)
@@ -47,7 +48,14 @@ def megatron_to_hf_conversion(
     notes.append(describe(layout))
     if from_master:
         notes.append(f"{len(reader.masters)} of {len(reader.tensors)} tensors from the optimizer's fp32 masters")
-    origin = Origin("megatron-to-hf", folder.resolve().name, reader, target.model.geometry, tuple(notes))
+    origin = Origin(
+        "megatron-to-hf",
+        folder.resolve().name,
+        reader,
+        target.model.geometry,
+        tuple(notes),
+        masters_missing(reader.without_masters),
+    )
     return into(origin, rules, target, dtype)
 
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from convert.agreement import MEDIA_IDS, VISION, VISION_THETA
 from convert.families import Model
 from convert.geometry import Section, expert_count
+from convert.rope import axes_of, default_type, need_rope, need_theta
 from convert.small_files import is_carried, json_bytes, parse_json, read_carried, read_object
 from convert.tensors import dtype_name
 from schemas.errors import ConfigError, UnsupportedError
@@ -47,21 +49,6 @@ TEXT_DROPS = frozenset(
         *("return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
     )
 )
-VISION_KEEPS = (
-    "depth",
-    "hidden_size",
-    "num_heads",
-    "intermediate_size",
-    "patch_size",
-    "temporal_patch_size",
-    "spatial_merge_size",
-    "in_channels",
-    "out_hidden_size",
-    "hidden_act",
-    "deepstack_visual_indexes",
-)
-VISION_ROPE_THETA = 10000.0  # that of the published models, which no class but transformers 5's writes
-MEDIA_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 SIDEBAND = (
     "position_id_per_seconds",
     "seconds_per_chunk",
@@ -82,7 +69,6 @@ TEXT_FILES = (
     "chat_template.jinja",
 )
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-MUST_AGREE = ("rms_norm_eps", "num_experts_per_tok", "norm_topk_prob", "hidden_act", "rope_theta", "mrope_section")
 
 
 def omni_to_vl(thinker: Model, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
@@ -94,9 +80,9 @@ def omni_to_vl(thinker: Model, folder: Path, dtype: torch.dtype) -> dict[str, An
     text = inner.section("text_config")
     vision = inner.section("vision_config")
     size = thinker.geometry.size
-    vision_config = {key: vision.need(key) for key in VISION_KEEPS}
+    vision_config = {key: vision.need(key) for key in VISION}
     rope = vision.optional_section("rope_parameters")
-    if rope.get("rope_theta", VISION_ROPE_THETA) != VISION_ROPE_THETA:
+    if rope.get("rope_theta", VISION_THETA) != VISION_THETA:
         vision_config["rope_parameters"] = rope
     return {
         "architectures": ["Qwen3VLMoeForConditionalGeneration"],
@@ -126,8 +112,8 @@ def omni_to_text(thinker: Model, folder: Path, dtype: torch.dtype) -> dict[str, 
     which is plain rotary embedding, so the keys of the three axes go."""
     config, inner = _thinker_sections(thinker, folder)
     text = inner.section("text_config")
-    _rope_type(text)
-    theta = _rope_theta(text)
+    default_type(text)
+    theta = need_theta(text)
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -139,17 +125,6 @@ def omni_to_text(thinker: Model, folder: Path, dtype: torch.dtype) -> dict[str, 
         "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     }
-
-
-def check_agreement(source: Section, base: Section) -> None:
-    """UnsupportedError unless two text sections mean the same computation; sizes are checked with the tensors."""
-    differing = []
-    for key in MUST_AGREE:
-        ours, theirs = _stated(source, key), _stated(base, key)
-        if ours != theirs:
-            differing.append(f"{key} is {ours!r} in {source.where} and {theirs!r} in {base.where}")
-    if differing:
-        raise UnsupportedError("; ".join(differing))
 
 
 def carried_files(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, bytes]:
@@ -197,59 +172,21 @@ def _text_values(text: Section, model: Model) -> dict[str, Any]:
     return {**values, "head_dim": model.geometry.size("head_dim"), "num_experts": expert_count(text)}
 
 
-def _rope(text: Section) -> Mapping[str, Any]:
-    """The rotary parameters, under the name of transformers 5 or the one before."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(text.values.get(key), dict):
-            return text.values[key]
-    raise ConfigError(f"{text.where}.rope_scaling: missing; the conversion needs it and there is no safe default")
-
-
-def _rope_type(text: Section) -> str:
-    """Of a rotary embedding that VL and text models compute alike. UnsupportedError for scaled ones."""
-    rope = _rope(text)
-    stated = rope.get("rope_type", rope.get("type"))
-    if stated is None:
-        raise ConfigError(f"{text.where}.rope_scaling.rope_type: missing; the conversion needs it")
-    if stated not in ("default", "mrope"):  # the latter is how configurations called it before it had an own key
-        raise UnsupportedError(f"{text.where}: rotary embedding of type {stated!r} is not handled")
-    return "default"
-
-
-def _rope_theta(text: Section) -> float:
-    theta = text.values.get("rope_theta", _rope(text).get("rope_theta"))
-    if theta is None:
-        raise ConfigError(f"{text.where}.rope_theta: missing; the conversion needs it and there is no safe default")
-    return Section({"rope_theta": theta}, text.where).number("rope_theta")
-
-
 def _mrope(text: Section) -> dict[str, Any]:
     """Rotary keys of a VL text section: rope_scaling and rope_theta for transformers 4, rope_parameters for 5."""
-    rope = _rope(text)
-    axes = _mrope_section(text)
+    rope = need_rope(text)
+    axes = axes_of(text)
     if not axes:
         raise ConfigError(f"{text.where}.rope_scaling.mrope_section: missing; the conversion needs it")
-    if rope.get("mrope_interleaved", rope.get("interleaved", True)) is False:
+    if rope.get("mrope_interleaved", True) is False:
         raise UnsupportedError(f"{text.where}: rotary axes that are not interleaved have no counterpart in Qwen3-VL")
     scaling = {
-        "rope_type": _rope_type(text),
+        "rope_type": default_type(text),
         "mrope_section": axes,
         "mrope_interleaved": True,
     }
-    theta = _rope_theta(text)
+    theta = need_theta(text)
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": theta}}
-
-
-def _mrope_section(text: Section) -> list[int]:
-    """Frequencies of each rotary axis, [] where they are not stated."""
-    section = Section(_rope(text), f"{text.where}.rope_scaling")
-    return section.whole_numbers("mrope_section") if section.values.get("mrope_section") is not None else []
-
-
-def _stated(text: Section, key: str) -> Any:
-    if key == "rope_theta":
-        return float(_rope_theta(text))
-    return _mrope_section(text) if key == "mrope_section" else text.values.get(key)
 
 
 def _special_ids(config: Section, folder: Path) -> dict[str, Any]:

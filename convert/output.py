@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class OutputDirectory:
         self.partial = path.with_name(path.name + ".partial")
         self.fingerprint, self.begun = fingerprint, begun
         self.finished: dict[str, dict[str, Any]] = {}
+        self.committed = False
         self._lock: int | None = None
         self._writing = threading.Lock()
 
@@ -98,6 +100,7 @@ class OutputDirectory:
         """What tells the directory from the finished output, None when nothing does."""
         try:
             report = read_object(self.path / REPORT)
+            time = (self.path / REPORT).stat().st_mtime_ns
             sizes, digests = dict(report["files"]), dict(report["small_files"])
         except FileNotFoundError:
             return f"it has no {REPORT}"
@@ -109,9 +112,12 @@ class OutputDirectory:
             path = self.path / name
             if not path.is_file():
                 return f"its {name} is missing"
-            same = path.stat().st_size == sizes[name] if name in sizes else _digest_of(path) == digests[name]
+            state = path.stat()
+            same = state.st_size == sizes[name] if name in sizes else _digest_of(path) == digests[name]
             if not same:
                 return f"its {name} was changed"
+            if name in sizes and state.st_mtime_ns != time:
+                return f"its {name} was written to later, or copied without its time (see `verify`)"
         return None
 
     def _check_place(self) -> None:
@@ -165,7 +171,9 @@ class OutputDirectory:
         write_atomic(self.partial / name, content)
 
     def commit(self) -> None:
-        """The directory takes its name; the journal is gone from it."""
+        """The directory takes its name; the journal is gone from it. Nothing behind the rename can fail: by then the
+        output is there."""
+        self._stamp()
         sync_directory(self.partial)
         try:
             if self.path.exists():
@@ -176,13 +184,21 @@ class OutputDirectory:
                 f"{self.path}: is in the way of the finished output ({(error.strerror or str(error)).lower()}); "
                 "move it away and run the same command again"
             ) from error
-        sync_directory(self.path.parent)
-        (self.path / JOURNAL).unlink()
+        self.committed = True
+        with suppress(OSError):  # a parent that may not be read; `tidy` takes the journal away the next time
+            sync_directory(self.path.parent)
+            self.tidy()
         self.close()
+
+    def _stamp(self) -> None:
+        """Weight files and record get one time of change, by which a file that was written to later is told."""
+        time = (self.partial / REPORT).stat().st_mtime_ns
+        for name in (REPORT, *self.finished):
+            os.utime(self.partial / name, ns=(time, time))
 
     def discard(self) -> None:
         """Leaves nothing behind of what this process wrote."""
-        if self._lock is not None:  # else the directory is another's
+        if self._lock is not None and not self.committed:  # else the directory is another's, or the output
             shutil.rmtree(self.partial)
         self.close()
 

@@ -20,6 +20,10 @@ BAR_EVERY_S = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class _Stopped(BaseException):
+    """No Exception: code that turns every fault of a file into an error of its own must not take a signal for one."""
+
+
 class Meter:
     """Counts the bytes of one phase after the other, from any thread."""
 
@@ -102,11 +106,13 @@ def stoppable() -> Iterator[None]:
         nonlocal stopped
         if not stopped:  # a second Ctrl-C must not tear the clean end
             stopped = True
-            raise ResumableError(f"stopped by {signal.Signals(number).name}; the same command goes on from here")
+            raise _Stopped(signal.Signals(number).name)
 
     before = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:
         yield
+    except _Stopped as stop_:
+        raise ResumableError(f"stopped by {stop_}; the same command goes on from here") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

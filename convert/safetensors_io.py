@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import xxhash
 
+from convert.file_states import FileStates
 from convert.open_files import OpenFiles
 from convert.printing import printable
 from convert.small_files import JSON_LIMIT, parse_json, read_object, read_small
@@ -183,7 +184,9 @@ class SafetensorsReader:
         self.folder = folder
         self.layouts: dict[str, Layout] = {}
         self.file_of: dict[str, str] = {}
-        for file, names in (weight_files(folder) if files is None else files).items():
+        files_of = weight_files(folder) if files is None else files
+        self._states = FileStates(folder / file for file in files_of)
+        for file, names in files_of.items():
             path = folder / file
             if not path.exists():
                 raise IncompleteSourceError(f"{path}: no such file; the index names {len(names or ())} tensors in it")
@@ -216,6 +219,9 @@ class SafetensorsReader:
             self._files.read_into(self.folder / file, start + offset, buffer[at : at + length])
             at += length
         return tensor
+
+    def changed(self) -> Iterable[Path]:
+        return self._states.changed()
 
     def location(self, name: str) -> tuple[str, int]:
         file = self.file_of[name]

@@ -7,8 +7,9 @@ any target tensor can be made alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -54,6 +55,9 @@ class TensorReader(Protocol):
     @property
     def bytes_read(self) -> int:
         """Bytes taken from the files so far."""
+
+    def changed(self) -> Iterable[Path]:
+        """The files that were written to or replaced since the reader was made."""
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A contiguous CPU tensor of the box (default: all) in the source's dtype, owned by the caller.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from convert.assemble import Base, Origin, base_files, into, open_base
+from convert.assemble import Base, Origin, base_files, into, masters_missing, open_base
 from convert.dcp import DcpReader
 from convert.dcp_index import METADATA_FILE
 from convert.engine import resolve
@@ -50,7 +50,8 @@ def dcp_to_hf_conversion(
     form = expert_form(target.model, reader.tensors, root + names.text)
     rules = _rules(names, root, form, target, reader.tensors)
     notes = (f"the checkpoint has {names.style} names behind {root!r}, experts in the form {form!r}",)
-    return into(Origin("dcp-to-hf", step.resolve().name, reader, target.model.geometry, notes), rules, target, dtype)
+    name, warnings = step.resolve().name, masters_missing(reader.without_masters)
+    return into(Origin("dcp-to-hf", name, reader, target.model.geometry, notes, warnings), rules, target, dtype)
 
 
 def hf_to_dcp_conversion(source: Path, style: str = "native", dtype: torch.dtype | None = None) -> Conversion:

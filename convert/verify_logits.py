@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from convert.families import Model, expert_form, model_of, read_config
+from convert.printing import printable
 from convert.safetensors_io import SafetensorsReader
 from schemas.errors import ConfigError, UnsupportedError, VerificationError
 
@@ -141,9 +142,13 @@ def _load(folder: Path, model: Model) -> Any:
     import transformers  # noqa: PLC0415
 
     build: Callable[..., Any] = getattr(transformers, _CLASSES[model.family.model_type]).from_pretrained
-    network, info = build(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
-    )
+    try:
+        network, info = build(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+        )
+    except (RuntimeError, ValueError) as error:  # shapes that do not fit, settings that it does not take
+        said = printable(str(error).strip().splitlines()[0])[:300] if str(error).strip() else type(error).__name__
+        raise VerificationError(f"transformers cannot load {folder}: {said}") from error
     rest = tuple(model.family.rest)
     unexpected = [name for name in info["unexpected_keys"] if not (rest and name.startswith(rest))]
     if info["missing_keys"] or unexpected or info.get("mismatched_keys"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,9 @@ class MemoryReader:
         part = value[tuple(slice(start, stop) for start, stop in box)].clone()
         self.bytes_read += part.nbytes
         return part
+
+    def changed(self) -> Iterable[Path]:
+        return ()
 
     def location(self, name: str) -> tuple[str, int]:
         return name, 0

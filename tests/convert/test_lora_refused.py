@@ -27,7 +27,8 @@ DEFAULTS: dict[str, Any] = {
     "layers_to_transform": None, "loftq_config": {}, "lora_bias": False, "lora_dropout": 0.1, "lora_ga_config": None,
     "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None, "monteclora_config": None,
     "peft_version": "0.21.2", "qalora_group_size": 16, "rank_pattern": {}, "revision": None,
-    "target_modules": ["q_proj"], "target_parameters": None, "task_type": None, "trainable_token_indices": None,
+    "target_modules": ["layers.0.self_attn.q_proj"], "target_parameters": None,
+    "task_type": None, "trainable_token_indices": None,
     "use_bdlora": None, "use_dora": False, "use_qalora": False, "use_rslora": False, "velora_config": None,
 }  # fmt: skip
 

@@ -219,9 +219,9 @@ def test_stopped_hf_to_dcp_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run(hf_to_dcp_conversion(source), tmp_path / "dcp", Options(workers=1), stop)
     done = finished_files(tmp_path / "dcp")
     assert done
-    stamps = {name: (tmp_path / "dcp.partial" / name).stat().st_mtime_ns for name in done}
+    stamps = {name: (tmp_path / "dcp.partial" / name).stat().st_ino for name in done}
     output = convert(hf_to_dcp_conversion(source), tmp_path / "dcp")
-    assert {name: (output / name).stat().st_mtime_ns for name in done} == stamps
+    assert {name: (output / name).stat().st_ino for name in done} == stamps
     names = sorted(path.name for path in output.iterdir())
     assert names == sorted(path.name for path in straight.iterdir())
     assert all(filecmp.cmp(output / name, straight / name, shallow=False) for name in names)

@@ -120,6 +120,10 @@ def test_stacks_of_another_height_than_config_json_says(
     config = json.loads((MEGATRON / "tp1" / "hf_ref" / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, name: count}))
     code, message = convert(source, capsys, "--base", str(base))
+    said = {"num_experts": "num_experts is 8", "num_hidden_layers": "num_layers is 4"}[name]
+    assert code == UNSUPPORTED and said in message and str(count) in message
+    torch.save({"iteration": 1}, source / "common.pt")  # without arguments the shapes tell
+    code, message = convert(source, capsys, "--base", str(base))
     assert code == wanted and str(count) in message
 
 
