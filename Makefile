@@ -14,14 +14,17 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test lint format lock clean distclean setup
+.PHONY: help demo test test-all lint format lock clean distclean setup
 help:  ## this list
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## /\1\t/' | expand -t 14
 
 demo: $(INSTALLED)  ## real clips -> shards -> verified -> a page to look at, in demo_out/
 	$(BIN)/omniloom demo $(DEMO_ARGS)
 
-test: $(INSTALLED)  ## all tests
+test: $(INSTALLED)  ## all tests but the slow ones (many processes, minutes)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(INSTALLED)  ## the slow ones, too: for changes of train/parallel and train/data
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## style, types, import direction, spelling

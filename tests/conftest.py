@@ -19,6 +19,16 @@ if not Path("/dev/nvidiactl").exists():  # before triton is imported: kernels ru
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU say so and who must run them."""
+    if Path("/dev/nvidiactl").exists():
+        return
+    why = pytest.mark.skip(reason="needs a CUDA device; whoever has one runs `pytest -m gpu`")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(why)
+
+
 @pytest.fixture(autouse=True)
 def _one_line_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command sets this variable for its child processes; the next test must not find it."""
