@@ -19,7 +19,7 @@ from convert.safetensors_io import SafetensorsReader
 from convert.shards import SHARD_BYTES, files_like, new_files
 from convert.small_files import json_bytes
 from convert.system_errors import as_error
-from convert.tensors import TensorReader, dtype_name
+from convert.tensors import ChecksRecords, TensorReader, dtype_name
 from convert.threads import Progress
 from convert.write import SafetensorsOutput
 from schemas.errors import ResumableError
@@ -132,6 +132,8 @@ def run(
     error leaves nothing behind.
     """
     weights, out = planned(conversion, output, options)
+    if isinstance(conversion.reader, ChecksRecords):
+        conversion.reader.check_records = verify is not None
     total = sum(weights.sizes.values())
     if out.check(options.resume):
         out.tidy()

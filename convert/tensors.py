@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -107,3 +107,10 @@ def dtype_of(name: str) -> torch.dtype:
         raise ConfigError(f"{name!r} is no dtype of weights{known_names(text, known)}")
     dtype: torch.dtype = getattr(torch, text)
     return dtype
+
+
+@runtime_checkable
+class ChecksRecords(Protocol):
+    """A reader that compares the checksums of what it reads, unless that is turned off."""
+
+    check_records: bool
