@@ -215,7 +215,9 @@ def test_an_adapter_that_lacks_what_was_trained(
     ids=str,
 )
 def test_an_adapter_of_chosen_layers(hf: Path, tmp_path: Path, config: dict[str, Any]) -> None:
-    merge_lora_conversion(lora(tmp_path / "lora", (0,), **config), hf)
+    conversion = merge_lora_conversion(lora(tmp_path / "lora", (0,), **config), hf)
+    made = [recipe.target for recipe in conversion.recipes]
+    assert len(made) == 1 and made[0].endswith("layers.0.self_attn.q_proj.weight")  # of the others the base's are kept
 
 
 # --- files that change, layouts that nobody loads, what comes behind the rename
