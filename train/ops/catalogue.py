@@ -25,12 +25,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation. target: "module:function"; rank: `auto` takes the lowest that is available."""
+    """One implementation. target: "module:function"; rank: `auto` takes the lowest that is available; repeatable: gives
+    the same bits at every run."""
 
     name: str
     target: str
     rank: int
     needs: Needs = Needs()
+    repeatable: bool = True
 
     @property
     def module(self) -> str:
@@ -87,6 +89,14 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
                 20,
                 _flash("flash_attn.flash_attn_interface", (8, 0)),
             ),
+            # torch refuses it where results must be the same at every run
+            Backend(
+                "cudnn",
+                "train.ops.attention_cudnn:cudnn",
+                25,
+                _flash("torch.nn.attention.varlen", (9, 0)),
+                repeatable=False,
+            ),
             Backend(
                 "torch_varlen",
                 "train.ops.attention_varlen:torch_varlen",
@@ -94,7 +104,6 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
                 _flash("torch.nn.attention.varlen", (8, 0)),
             ),
             Backend("flex_attention", "train.ops.attention_flex:flex_attention", 40, TRITON),
-            Backend("cudnn", "train.ops.attention_cudnn:cudnn", 50, _flash("torch", (8, 0))),
             Backend("sdpa", "train.ops.attention:sdpa", 60),
             Backend("eager", "train.ops.attention:eager", 70),
         ),

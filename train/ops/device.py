@@ -7,7 +7,8 @@ import torch
 from train.ops.registry import Device
 
 
-def describe_device(device: torch.device | str) -> Device:
-    """Type and, for a GPU, its capability."""
+def describe_device(device: torch.device | str, *, repeatable: bool = False) -> Device:
+    """Type and, for a GPU, its capability. repeatable: as of `Device`."""
     found = torch.device(device)
-    return Device(found.type, torch.cuda.get_device_capability(found) if found.type == "cuda" else None)
+    capability = torch.cuda.get_device_capability(found) if found.type == "cuda" else None
+    return Device(found.type, capability, repeatable=repeatable)

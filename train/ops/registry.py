@@ -28,11 +28,12 @@ __all__ = ["AUTO", "OPS", "Backend", "Device", "Needs", "OpEntry", "OpRegistry",
 @dataclass(frozen=True)
 class Device:
     """What backends are chosen for. type: cpu or cuda; capability: of the GPU, (9, 0) = Hopper; modules: what counts
-    as installed, with all below it; None = look."""
+    as installed, with all below it; None = look; repeatable: results must be the same bits at every run."""
 
     type: str
     capability: tuple[int, int] | None = None
     modules: frozenset[str] | None = None
+    repeatable: bool = False
 
     def has(self, module: str) -> bool:
         """True when the module can be imported; its parents are imported to find out."""
@@ -82,6 +83,8 @@ class OpEntry:
             return f"it needs at most capability {_dotted(needs.max_capability)}, this is {_dotted(device.capability)}"
         if needs.dtypes and dtype is not None and dtype not in needs.dtypes:
             return f"it computes in {' or '.join(needs.dtypes)}, not in {dtype}"
+        if device.repeatable and not backend.repeatable:
+            return "its results differ from run to run, and train.deterministic is true"
         for package in needs.packages:
             if not device.has(package):
                 return f"the package {package} is not installed or does not load"

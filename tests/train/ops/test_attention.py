@@ -9,6 +9,8 @@ import torch
 
 from schemas.errors import ConfigError, UnsupportedError
 from tests.train.ops import float64
+from train.ops.attention import sdpa
+from train.ops.attention_cudnn import LONG, by_length, padded_length
 from train.ops.attention_flex import BLOCK, block_mask
 from train.ops.attention_varlen import varlen_options
 from train.ops.device import describe_device
@@ -22,6 +24,7 @@ LENGTHS = {
     "equal neighbours": [4, 4, 4, 7, 7, 2],
     "over block borders": [100, 60, 128, 1, 97, 128],
 }
+LONG_AND_SHORT = [7, 2300, 40, 1, 2048, 2048, 300, 3001]
 
 
 def inputs(rows: int, heads: int, kv_heads: int, size: int, value_size: int | None = None) -> dict[str, torch.Tensor]:
@@ -112,6 +115,42 @@ def test_what_a_backend_lacks_is_an_error(name: str) -> None:
         check(name, [3], False, inputs(3, 2, 2, 8), window=2)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [[2300], [5, 2048, 7, 1], [2048, 2048, 3000], [9, 2304, 2304, 40, 41, 2049, 8], [3, 4], [2047, 2049]],
+    ids=str,
+)
+def test_long_and_short_documents_apart(lengths: list[int]) -> None:
+    seen: dict[str, list[tuple[int, ...]]] = {"long": [], "short": []}
+
+    def long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen["long"].append((q.shape[0], q.shape[2]))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Segments) -> torch.Tensor:
+        seen["short"].append(documents.lengths)
+        return sdpa(q, k, v, documents, causal=True)
+
+    segments = Segments.from_lengths(lengths)
+    float64.compare(
+        lambda q, k, v: by_length(q, k, v, segments, long, short),
+        lambda q, k, v: float64.attention(q, k, v, lengths, True),
+        inputs(sum(lengths), 2, 1, 8),
+    )
+    wanted = [length for length in lengths if length < LONG]
+    assert seen["short"] == ([tuple(wanted)] if wanted else [])
+    assert all(n == 1 or rows in lengths for n, rows in seen["long"])
+    assert sum(n for n, _ in seen["long"]) == len(lengths) - len(wanted)
+
+
+def test_documents_are_padded_to_few_lengths() -> None:
+    lengths = range(LONG, 200_000)
+    padded = [padded_length(length) for length in lengths]
+    assert all(n <= m <= n * 17 / 16 for n, m in zip(lengths, padded, strict=True))
+    assert len(set(padded)) < 7 * 16
+    assert padded_length(4096) == 4096 and padded_length(4097) == 4352
+
+
 def test_arguments_of_each_signature_of_varlen_attn() -> None:
     torch_2_10 = {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "return_aux", "scale"}
     torch_2_11 = torch_2_10 - {"is_causal"} | {"window_size"}
@@ -149,7 +188,7 @@ def test_rows_and_heads_must_fit() -> None:
     [((8, 2), 128), ((4, 4), 64), ((4, 4), 72), ((2, 2), 20)],
     ids=["text", "audio", "vision", "tiny"],
 )
-@pytest.mark.parametrize("lengths", [*LENGTHS.values(), [1000, 24, 1, 777]], ids=str)
+@pytest.mark.parametrize("lengths", [*LENGTHS.values(), [1000, 24, 1, 777], LONG_AND_SHORT], ids=str)
 @pytest.mark.parametrize("name", list(OPS["attention"].backends))
 def test_on_a_gpu(name: str, lengths: list[int], heads: tuple[int, int], size: int, causal: bool) -> None:
     try:
@@ -169,8 +208,7 @@ def test_windows_on_a_gpu(name: str) -> None:
     lengths = [300, 1, 77, 500]
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     tensors = inputs(sum(lengths), 8, 2, 64)
-    if name != "cudnn":
-        check(name, lengths, True, tensors, window=100, **options)
+    check(name, lengths, True, tensors, window=100, **options)
     if name not in ("cudnn", "sdpa", "torch_varlen"):
         check(name, lengths, True, tensors, window=100, softcap=3.0, **options)
 
