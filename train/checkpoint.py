@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim import Optimizer
 
 from convert.dcp_index import DcpIndex, read_index
@@ -43,6 +43,7 @@ from train.checkpoint_state import (
     state_templates,
 )
 from train.config import CheckpointConfig
+from train.lora.plan import check_record
 from train.progress import progress
 from train.rng import load_rng, rng_bytes, write_rng
 
@@ -55,6 +56,7 @@ OWN = (
     "world_size",
     "versions",
     "optimizer",
+    "lora",
 )  # keys of state.json that are not the caller's
 
 log = logging.getLogger("omniloom.train")
@@ -87,7 +89,8 @@ class Checkpointer:
 
     family: model_type of the model, noted and checked. group: for the collectives, of CPU tensors; None makes one with
     `config.timeout_s` where torch.distributed runs (a collective call). files: small files by name, config.json among
-    them, written beside each checkpoint so that it can be converted by itself. device: of this rank's tensors.
+    them, written beside each checkpoint so that it can be converted by itself. device: of this rank's tensors. lora:
+    what is noted of the adapters of a model that has them, and compared when it is loaded.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
         files: Mapping[str, bytes] | None = None,
         device: torch.device | None = None,
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
         if "://" in config.output_dir:
             raise UnsupportedError(
@@ -109,10 +113,11 @@ class Checkpointer:
         self.output_dir = Path(config.output_dir)
         self.files = dict(files or {})
         self.device = device or torch.device("cpu")
+        self.lora = None if lora is None else dict(lora)
         if group is None and world_size > 1:
             group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s)))
         self._group, self._ranks = group, Agreement(rank, world_size, group)
-        self._stager: DefaultStager | None = None
+        self._stager: StateDictStager | None = None
         self._running: _Save | None = None
         self._saved: Path | None = None  # the newest checkpoint of this run, or the one it goes on from
         self._committed: list[Path] = []
@@ -229,6 +234,7 @@ class Checkpointer:
             "world_size": self.world_size,
             "versions": {"omniloom": omniloom_version(), "torch": torch.__version__},
             "optimizer": optimizer_record(model, optimizer),
+            "lora": self.lora,
             **state,
         }
         return json.dumps(record, indent=1).encode()
@@ -240,11 +246,14 @@ class Checkpointer:
         return str(begin(self.output_dir, step))
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in CPU memory, which are used again for the next save."""
+        """Copies in CPU memory, which are used again for the next save. torch's DefaultStager, which does the same,
+        ends after one use in torch 2.11."""
+        cuda = self.device.type == "cuda"
         if self._stager is None:
-            cuda = self.device.type == "cuda"
-            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
-        staged: dict[str, Tensor] = self._stager.stage(tensors)  # type: ignore[assignment]
+            self._stager = StateDictStager(pin_memory=cuda, share_memory=False)
+        staged: dict[str, Tensor] = self._stager.stage(tensors, non_blocking=cuda)
+        if cuda:
+            torch.cuda.synchronize(self.device)
         return staged
 
     def _write(self, save: _Save, tensors: Mapping[str, Tensor], record: bytes, rng: bytes) -> None:
@@ -289,6 +298,7 @@ class Checkpointer:
         record = read_state(path)
         if record["family"] != self.family:
             raise ConfigError(f"{path}: is a checkpoint of a {record['family']}; the model is a {self.family}")
+        check_record(path, record.get("lora"), self.lora)
         prefixes = ("model.", "optimizer.state.") if with_optimizer else ("model.",)
         index = read_index(path, lambda name: name.startswith(prefixes))
         if index.objects:

@@ -27,12 +27,17 @@ class Claim:
 
 def at_most(claim: str, value: float, bound: float, unit: str, conditions: str) -> Claim:
     """A claim that holds while value <= bound."""
-    return Claim(claim, round(value, 4), unit, f"<= {bound:g}", value <= bound, conditions)
+    return Claim(claim, _rounded(value), unit, f"<= {bound:g}", value <= bound, conditions)
 
 
 def at_least(claim: str, value: float, bound: float, unit: str, conditions: str) -> Claim:
     """A claim that holds while value >= bound."""
-    return Claim(claim, round(value, 4), unit, f">= {bound:g}", value >= bound, conditions)
+    return Claim(claim, _rounded(value), unit, f">= {bound:g}", value >= bound, conditions)
+
+
+def _rounded(value: float) -> float:
+    """Four places, or four digits of what is smaller than that shows."""
+    return round(value, 4) if abs(value) >= 0.1 else float(f"{value:.4g}")
 
 
 def machine() -> str:

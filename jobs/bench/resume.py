@@ -27,6 +27,8 @@ from train.metric_writers import METRICS_FILE, read_metrics
 
 SAVE_STEPS = 3
 STEPS, QUICK_STEPS = 16, 8
+# Adam makes a whole step of any gradient, so rounding in another order grows with the rate; the recipe's 1e-3 is high
+OTHER_WORLD_LR = 1e-4
 DELAY_S = 0.7  # a kill comes at most so long behind the step that it waited for
 
 
@@ -98,19 +100,21 @@ def killed_and_not(folder: Path, dataset: Path, kills: int, steps: int, nproc: i
 
 def other_world(folder: Path, dataset: Path, steps: int, first: int, then: int) -> Claim:
     """Greatest relative difference of the losses of a run that changes its number of processes."""
+    rate = f"train.optimizer.lr={OTHER_WORLD_LR}"
     calm = Run(folder / f"calm_world_{first}", dataset, steps, first, 0)
-    calm.finish()
+    calm.finish(rate)
     moved = Run(folder / f"moved_{first}_{then}", dataset, steps, first, 0)
-    process = moved.start()
+    process = moved.start(rate)
     while process.poll() is None and max(moved.losses(), default=0) < steps // 2:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     if process.wait() != 5:
         raise SystemExit(f"the run was not stopped: {moved.folder.with_suffix('.log')}")
-    moved.finish(nproc=then)
+    moved.finish(rate, nproc=then)
     expected, found = calm.losses(), moved.losses()
     worst = max(abs(found[step] - loss) / abs(loss) for step, loss in expected.items())
-    return at_most("loss, relative difference", worst, 1e-6, "", f"stopped on {first} processes, went on on {then}")
+    said = f"stopped on {first} processes after {steps // 2} of {steps} steps, went on on {then}; lr {OTHER_WORLD_LR:g}"
+    return at_most("loss, greatest relative difference", worst, 1e-6, "", said)
 
 
 def main() -> int:
@@ -118,16 +122,19 @@ def main() -> int:
     parser.add_argument("dataset", type=Path, help="packed shards")
     parser.add_argument("--kills", type=int, default=5, help="of each training")
     parser.add_argument("--quick", action="store_true", help="two processes with two workers, and fewer steps")
+    parser.add_argument("--only", choices=("kills", "worlds"))
     parser.add_argument("--json", type=Path, help="also write the claims here")
     arguments = parser.parse_args()
     dataset, steps = arguments.dataset.resolve(), QUICK_STEPS if arguments.quick else STEPS
     cases = [(2, 2)] if arguments.quick else [(1, 0), (1, 2), (2, 0), (2, 2)]
+    cases = [] if arguments.only == "worlds" else cases
+    worlds = [] if arguments.quick or arguments.only == "kills" else [(2, 1), (1, 2)]
     claims = []
     with tempfile.TemporaryDirectory(prefix="omniloom-resume-") as name:
         for nproc, workers in cases:
             claims.append(killed_and_not(Path(name), dataset, arguments.kills, steps, nproc, workers))
             print(claims[-1], flush=True)
-        for first, then in [] if arguments.quick else [(2, 1), (1, 2)]:
+        for first, then in worlds:
             claims.append(other_world(Path(name), dataset, steps, first, then))
             print(claims[-1], flush=True)
     return 0 if report("resuming", claims, arguments.json) else 1
