@@ -37,7 +37,7 @@ class LowRank:
 
     kind: "dense" (left = B [out, r], right = A [r, in]); "embedding" (left = A^T, right = B^T); "experts" and
     "experts transposed" (the latter as PEFT made them before it knew that the output dimension comes first);
-    "shared" (one product for all experts).
+    "shared" (one product for all experts). alpha: that the settings state for it.
     """
 
     a: str
@@ -45,6 +45,7 @@ class LowRank:
     scale: float
     rank: int
     kind: str
+    alpha: float
 
 
 class Adapter:
@@ -139,7 +140,7 @@ class Adapter:
             if r_a != rank:
                 raise UnsupportedError(f"{self._where}: {a} {list(shapes[0])} has rank {r_a}, its settings say {rank}")
             kind = "embedding" if embedding else "dense"
-            return f"{module}.weight", LowRank(a, b, self._scale(module, r_a), r_a, kind)
+            return f"{module}.weight", self._low_rank(a, b, module, r_a, kind)
         candidates = [
             (name, kind)
             for name in (module, f"{module}.gate_up_proj", f"{module}.down_proj")
@@ -151,7 +152,7 @@ class Adapter:
             raise UnsupportedError(f"{self._where}: {a} {list(shapes[0])} with B {list(shapes[1])} {said} in the base")
         name, kind = candidates[0]
         rank = r_a if kind == "shared" else r_a // self._parameters[name].shape[0]
-        return name, LowRank(a, b, self._scale(name, rank), rank, kind)
+        return name, self._low_rank(a, b, name, rank, kind)
 
     def _expert_kinds(self, name: str, r_a: int, r_b: int, size_in: int, size_out: int) -> list[str]:
         """How a pair of factors could belong to a fused parameter [E, out, in]; the rank of the configuration tells
@@ -170,9 +171,10 @@ class Adapter:
             kinds.append("shared")
         return kinds
 
-    def _scale(self, name: str, rank: int) -> float:
+    def _low_rank(self, a: str, b: str, name: str, rank: int, kind: str) -> LowRank:
         alpha = self._setting("alpha_pattern", "lora_alpha", name)
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return LowRank(a, b, scale, rank, kind, alpha)
 
     def _setting(self, patterns: str, default: str, name: str) -> Any:
         """A number of the configuration for one module; the first pattern that its name ends with goes before."""

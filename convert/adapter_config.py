@@ -25,6 +25,7 @@ _FREE = frozenset(
         *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
         *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
         *("target_parameters", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config"),
+        "omniloom_lora",  # how the trainer divides fused pairs; their product is the same
     )
 )
 # key -> why a merge of an adapter that has it is not the plain sum

@@ -10,6 +10,7 @@ import numpy as np
 
 Form = Literal["qwen3_omni", "qwen3_vl"]
 MediaKind = Literal["video", "audio", "image"]
+ALL_MEDIA: tuple[MediaKind, ...] = ("video", "audio", "image")
 Grid: TypeAlias = tuple[int, int, int]
 
 
@@ -44,7 +45,7 @@ class ChatStyle:
     use_audio_in_video: a clip with sound gives it beside its pictures (never for qwen3_vl); wrap_video: qwen3_vl only:
     keep the chat template's own <|vision_start|> and <|vision_end|> around all grids of a video, as transformers 5 does
     (4.57 and vLLM do not); system: system prompt for conversations that bring none; pixels: sizes of pictures, None =
-    those of the released model of this form.
+    those of the released model of this form; media: what the model has towers for; rows with anything else are refused.
     """
 
     form: Form = "qwen3_omni"
@@ -56,6 +57,7 @@ class ChatStyle:
     wrap_video: bool = True
     system: str | None = None
     pixels: PixelLimits | None = None
+    media: tuple[MediaKind, ...] = ALL_MEDIA
 
     @property
     def pixel_limits(self) -> PixelLimits:

@@ -16,12 +16,30 @@ STORED_TIME_STEP_S = 1e-6  # frame times are stored to the microsecond
 
 
 def media_counts(meta: SampleMeta, style: ChatStyle) -> MediaCounts:
-    """UnsupportedError for sound of another rate than the model's."""
+    """UnsupportedError for media that the model has no tower for, and for sound of another rate than the model's."""
+    refuse_media(meta, style)
     return MediaCounts(
         videos=[video_count(video, style) for video in meta.videos],
         audios=[audio_tokens(sound_samples(sound)) for sound in meta.audios],
         images=[image_grid(image, style) for image in meta.images],
     )
+
+
+def refuse_media(meta: SampleMeta, style: ChatStyle) -> None:
+    """UnsupportedError, naming row and key, for a sample with media of a kind that is not in `style.media`."""
+    held = {"video": len(meta.videos), "audio": len(meta.audios), "image": len(meta.images)}
+    for kind, count in held.items():
+        if count and kind not in style.media:
+            raise UnsupportedError(
+                f"row {meta.id}: {kind}s: holds {count}; the model has no tower for them and takes "
+                f"{', '.join(('text', *style.media))}"
+            )
+    sounds = [number for number, video in enumerate(meta.videos) if video.audio]
+    if sounds and takes_sound(style) and "audio" not in style.media:
+        raise UnsupportedError(
+            f"row {meta.id}: videos[{sounds[0]}].audio: the clip has sound and the model has no audio tower; write "
+            "data.mm_configs.use_audio_in_video: false to leave the sound of clips out"
+        )
 
 
 def video_count(meta: VideoMeta, style: ChatStyle) -> VideoCount:

@@ -196,6 +196,10 @@ class Checkpointer:
         found: str | None = self._ranks.on_first(lambda: _text(find_step(self.output_dir, self.config.load_path)))
         return None if found is None else Path(found)
 
+    def check(self, path: Path) -> None:
+        """What can be told of a checkpoint before the model has memory: its family and adapters. Raises as `load`."""
+        self._ranks.on_all(partial(self._state, path))
+
     def load(self, path: Path, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
         """Fills model and optimizer, its states included, and the random generators when the world size is that of the
         checkpoint; returns the state that was given to `save`.
@@ -294,11 +298,15 @@ class Checkpointer:
         except OSError as error:
             log.warning("%s: older checkpoints could not be removed: %s", self.output_dir, error)
 
-    def _open(self, path: Path, with_optimizer: bool) -> tuple[dict[str, Any], DcpIndex]:
+    def _state(self, path: Path) -> dict[str, Any]:
         record = read_state(path)
         if record["family"] != self.family:
             raise ConfigError(f"{path}: is a checkpoint of a {record['family']}; the model is a {self.family}")
         check_record(path, record.get("lora"), self.lora)
+        return record
+
+    def _open(self, path: Path, with_optimizer: bool) -> tuple[dict[str, Any], DcpIndex]:
+        record = self._state(path)
         prefixes = ("model.", "optimizer.state.") if with_optimizer else ("model.",)
         index = read_index(path, lambda name: name.startswith(prefixes))
         if index.objects:

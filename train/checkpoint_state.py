@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 from convert.dcp_index import StoredTensor
 from convert.patterns import some
 from schemas.errors import ConfigError, IncompleteSourceError, UnsupportedError
+from train.lora.apply import has_adapters
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+CONFIGURED = ("head_group_size", "head_split_modules")  # of a group: how it goes on, not where it stands
 STEP_KEY = "step"  # the optimizers of torch count steps in a scalar of this name, on the CPU unless fused or capturable
 
 log = logging.getLogger("omniloom.train")
@@ -40,9 +42,13 @@ def clean_name(name: str) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model.<name>` -> the model's own tensors (parameters and persistent buffers), shared, not copied."""
+    """`model.<name>` -> the model's own tensors (parameters and persistent buffers), shared, not copied; of a model
+    with adapters what is trained alone: its base is where it came from."""
     found: dict[str, Tensor] = {}
-    for name, value in bare(model).state_dict().items():
+    state = bare(model).state_dict()
+    if has_adapters(bare(model)):
+        state = {name: state[name] for name, parameter in bare(model).named_parameters() if parameter.requires_grad}
+    for name, value in state.items():
         if not isinstance(value, Tensor):
             raise UnsupportedError(f"{name}: extra state of a module is no tensor, which a checkpoint cannot hold")
         if value.is_meta:
@@ -156,6 +162,10 @@ def _restore(group: dict[str, Any], index: int, key: str, value: Any) -> None:
         current.fill_(value)
         return
     restored = tuple(value) if isinstance(value, list) and isinstance(current, tuple) else value
+    if key in CONFIGURED and key in group:
+        if current != restored:
+            log.warning("muon_%s was %s in the checkpoint and is %s from here on", key, restored, current)
+        return
     if key in group and key != "lr" and current != restored:
         log.warning(
             "optimizer group %s: %s is %s in the checkpoint and %s in the configuration; the checkpoint's is taken",

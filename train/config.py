@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from train.config_lora import LoraConfig
 from train.config_trainer import (
     AcceleratorConfig,
     CheckpointConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "FsdpConfig",
     "GradientCheckpointingConfig",
     "LoggingConfig",
+    "LoraConfig",
     "MemoryConfig",
     "MixedPrecisionConfig",
     "ModelConfig",
@@ -112,12 +114,13 @@ class CacheConfig(Strict):
 
 class DataConfig(Strict):
     """What is trained on. sources: packed datasets and text, mixed by their weights; processor_path: tokenizer and
-    preprocessor files (null = model.model_path); max_seq_len: tokens of a packed sequence, longer rows are left out and
-    counted; lanes: into how many parts the shards are dealt; each is read by one rank, so it must be a multiple of the
-    data-parallel size to keep downloads apart; window_rows: rows of a lane that are shuffled and packed together;
-    attention_len: length of a sample, in tokens, whose attention costs as much as all the rest, for balancing;
-    dead_samples: a sample that cannot be read ends the run, or `mask` trains on zeros without labels in its place and
-    counts it (not with ulysses_size over 1); imports: modules that register preprocessors."""
+    preprocessor files (null = model.audio_tower_path where that is given, else model.model_path); max_seq_len: tokens
+    of a packed sequence, longer rows are left out and counted; lanes: into how many parts the shards are dealt; each is
+    read by one rank, so it must be a multiple of the data-parallel size to keep downloads apart; window_rows: rows of a
+    lane that are shuffled and packed together; attention_len: length of a sample, in tokens, whose attention costs as
+    much as all the rest, for balancing; dead_samples: a sample that cannot be read ends the run, or `mask` trains on
+    zeros without labels in its place and counts it (not with ulysses_size over 1); imports: modules that register
+    preprocessors."""
 
     sources: Annotated[list[DataSourceConfig], Field(min_length=1)]
     processor_path: str | None = None
@@ -156,7 +159,7 @@ class BatchConfig(Strict):
 
 class OpsImplementationConfig(Strict):
     """Which implementation of each operation runs; auto = the fastest that is available, printed at the start.
-    attn_implementation: flash_attention_4, flash_attention_3, flash_attention_2, torch_varlen, flex_attention, cudnn,
+    attn_implementation: flash_attention_4, flash_attention_3, flash_attention_2, cudnn, torch_varlen, flex_attention,
     sdpa or eager; moe_implementation: of the experts, fused_triton, grouped_mm or eager;
     cross_entropy_loss_implementation: of the head with its loss, fused_triton, chunk_loss or eager;
     rms_norm_implementation: triton, compile or eager; rotary_pos_emb_implementation: with the norms of q and k,
@@ -184,15 +187,21 @@ class OpsImplementationConfig(Strict):
 
 class ModelConfig(Strict):
     """The model. model_path: folder in the Hugging Face layout, with weights; config_path: folder or file of a
-    config.json, whose model starts from random weights unless model_path is given, too; backend: native, or
-    transformers for a dense text model that is not among ours; trust_remote_code: run code that comes with the
-    checkpoint (transformers only)."""
+    config.json, whose model starts from random weights unless model_path is given, too; omni_sideband: train a
+    Qwen3-VL-MoE that was converted from Qwen3-Omni on Qwen3-Omni's layout of tokens and positions: auto = if its
+    config.json has an omni_sideband, true = it must have one, false = as Qwen3-VL all the same, or the folder of a
+    config.json that has one; audio_tower_path: folder of a Qwen3-Omni whose audio tower, frozen, gives a model without
+    one its sound; backend: native, or transformers for a dense text model that is not among ours; trust_remote_code:
+    run code that comes with the checkpoint (transformers only)."""
 
     model_path: str | None = None
     config_path: str | None = None
+    omni_sideband: bool | str = "auto"
+    audio_tower_path: str | None = None
     backend: Literal["native", "transformers"] = "native"
     trust_remote_code: bool = False
     ops_implementation: OpsImplementationConfig = OpsImplementationConfig()
+    lora_config: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _has_a_source(self) -> ModelConfig:
@@ -200,6 +209,9 @@ class ModelConfig(Strict):
             raise ValueError("needs model_path, or config_path to start from random weights")
         if self.trust_remote_code and self.backend == "native":
             raise ValueError("trust_remote_code is of backend: transformers; native models run no code of a checkpoint")
+        omni = self.audio_tower_path is not None or self.omni_sideband not in ("auto", False)
+        if self.backend != "native" and omni:
+            raise ValueError("omni_sideband and audio_tower_path are of backend: native")
         return self
 
 
@@ -245,6 +257,16 @@ class TrainConfig(BatchConfig):
     moe_load_balance_monitor_interval: NotNegative = 0
 
     @model_validator(mode="after")
+    def _masters_are_not_below_the_copies(self) -> Self:
+        compute = self.accelerator.fsdp_config.mixed_precision.compute_dtype
+        if self.optimizer.master_dtype == "bf16" and compute != "bfloat16":
+            raise ValueError(
+                f"optimizer.master_dtype bf16 needs mixed_precision.param_dtype bfloat16, but the model computes in "
+                f"{compute}; write fp32, or enable mixed precision"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_rate_for_frozen_towers(self) -> Self:
         frozen = {"vit_lr": self.freeze_vit, "audio_lr": self.freeze_audio_tower}
         for key, is_frozen in frozen.items():
@@ -264,6 +286,11 @@ class OmniConfig(Strict):
 
     @model_validator(mode="after")
     def _has_a_processor(self) -> OmniConfig:
-        if self.data.processor_path is None and self.model.model_path is None:
+        if not self.processor_folder:
             raise ValueError("data.processor_path is missing; without model.model_path there is no tokenizer to take")
         return self
+
+    @property
+    def processor_folder(self) -> str:
+        """Folder of the tokenizer and preprocessor files."""
+        return self.data.processor_path or self.model.audio_tower_path or self.model.model_path or ""

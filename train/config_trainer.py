@@ -6,45 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from train.config_types import Beta, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Share, Strict
-
-
-class OptimizerConfig(Strict):
-    """The optimizer and its schedule. type: adamw or muon; lr: learning rate after warm-up; lr_min: where decay ends;
-    lr_start: where warm-up starts; lr_warmup_steps: steps of warm-up, null = lr_warmup_ratio; lr_warmup_ratio: share of
-    all steps; lr_decay_style: constant, linear or cosine; lr_decay_ratio: share of all steps after which lr_min is
-    reached; weight_decay: decoupled from the gradient; betas: decay rates of the two averages of AdamW; eps: added to
-    the denominator; max_grad_norm: gradients are scaled down to this norm over all parameters, 0 = never;
-    no_decay_modules: class names of modules without weight decay, e.g. RMSNorm; no_decay_params: parts of the names of
-    parameters without weight decay, e.g. bias; state_dtype: of the averages."""
-
-    type: Literal["adamw", "muon"] = "adamw"
-    lr: PositiveFloat = 1.0e-5
-    lr_min: NotNegativeFloat = 0.0
-    lr_start: NotNegativeFloat = 0.0
-    lr_warmup_steps: NotNegative | None = None
-    lr_warmup_ratio: Share = 0.0
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    lr_decay_ratio: Share = 1.0
-    weight_decay: NotNegativeFloat = 0.0
-    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
-    eps: PositiveFloat = 1.0e-8
-    max_grad_norm: NotNegativeFloat = 1.0
-    no_decay_modules: list[str] = Field(default=[])
-    no_decay_params: list[str] = Field(default=[])
-    state_dtype: Literal["fp32", "bf16"] = "fp32"
-
-    @model_validator(mode="after")
-    def _in_order(self) -> OptimizerConfig:
-        for name in ("lr_min", "lr_start"):
-            if getattr(self, name) > self.lr:
-                raise ValueError(f"{name} {getattr(self, name):g} is above lr {self.lr:g}")
-        return self
+from train.config_optimizer import OptimizerConfig as OptimizerConfig
+from train.config_types import NotNegative, NotNegativeFloat, Positive, Share, Strict
 
 
 class MixedPrecisionConfig(Strict):
-    """Masters are always float32. enable: compute with a copy in param_dtype; param_dtype: of the copy; reduce_dtype:
-    in which gradients are summed over ranks."""
+    """Computing in a narrower dtype than that of the parameters. enable: compute with a copy of the parameters in
+    param_dtype; param_dtype: of the copy; reduce_dtype: in which gradients are summed over ranks."""
 
     enable: bool = True
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -73,6 +41,14 @@ class FsdpConfig(Strict):
     mixed_precision: MixedPrecisionConfig = MixedPrecisionConfig()
 
 
+class OffloadConfig(Strict):
+    """Activations in CPU memory. enable_activation: inputs of blocks that are computed again wait there for the
+    backward pass, copied while blocks compute; activation_gpu_limit: GB of them that stay on each GPU."""
+
+    enable_activation: bool = False
+    activation_gpu_limit: NotNegativeFloat = 0.0
+
+
 class AcceleratorConfig(Strict):
     """Over which ranks what is divided: world size = dp_replicate_size x dp_shard_size x ulysses_size.
     dp_replicate_size: groups of ranks that each hold the whole model; dp_shard_size: ranks that shard it, -1 = all that
@@ -84,6 +60,7 @@ class AcceleratorConfig(Strict):
     ulysses_size: Positive = 1
     ep_size: Positive = 1
     fsdp_config: FsdpConfig = FsdpConfig()
+    offload_config: OffloadConfig = OffloadConfig()
 
     @field_validator("dp_shard_size")
     @classmethod
@@ -94,9 +71,13 @@ class AcceleratorConfig(Strict):
 
 
 class GradientCheckpointingConfig(Strict):
-    """Memory for time. enable: blocks keep their inputs only and run again in the backward pass."""
+    """Memory for time. enable: blocks keep their inputs only and run again in the backward pass; keep: attention = they
+    keep the results of attention, too, which then is not computed again, inputs = nothing else; share: of the blocks
+    that do so, evenly spread; the others keep everything."""
 
     enable: bool = True
+    keep: Literal["inputs", "attention"] = "inputs"
+    share: Share = 1.0
 
 
 class CheckpointConfig(Strict):
@@ -105,7 +86,8 @@ class CheckpointConfig(Strict):
     while it is written; keep_last: how many complete checkpoints stay, 0 = all; load_path: auto = the newest complete
     one in output_dir, if any, null = start anew, or a folder; save_hf_weights: export at the end of training;
     hf_save_steps: also every so many steps, 0 = never; hf_base: whole Omni checkpoint that an exported thinker is put
-    into; timeout_s: of the collectives around saving and loading."""
+    into; lora_per_expert: export adapters also with one pair for each projection of each expert, to
+    output_dir/hf/per_expert; timeout_s: of the collectives around saving and loading."""
 
     output_dir: Annotated[str, Field(min_length=1)] = "output"
     save_steps: NotNegative = 500
@@ -116,6 +98,7 @@ class CheckpointConfig(Strict):
     save_hf_weights: bool = True
     hf_save_steps: NotNegative = 0
     hf_base: str | None = None
+    lora_per_expert: bool = False
     timeout_s: Positive = 7200
 
 

@@ -7,6 +7,7 @@ stays between forward and backward pass, and of the largest that is in between.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -17,22 +18,26 @@ from train.config import BatchConfig, TrainConfig
 from train.data.plan import rank_slots
 from train.data.plan_store import PlanStore
 from train.mesh import Degrees
-from train.model_build import AnyModel
+from train.model_build import AnyModel, master_dtype
 from train.models.moe import Experts
 from train.models.spec import fsdp_blocks
+from train.optim.build import STATE_DTYPES
+from train.optim.groups import names_without_decay
+from train.optim.muon_parameters import muon_names
 
 FLOAT32 = 4
 WORKSPACE = 1 << 30  # bytes of CUDA context, NCCL and libraries
 ACTIVATIONS_OF_A_BLOCK = 16  # of its input's size, that a block keeps without checkpointing (Korthikanti et al. 2022)
+OFFLOAD_WINDOW = 2 + 1  # inputs of blocks on the GPU that are on their way to or from the CPU
 LOSS_CHUNK = 1 << 28  # bytes of logits at a time
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on each GPU. parameters: float32 shards; gradients: of those that are trained; optimizer: AdamW's two
-    averages; gathered: whole copies that are there at a time, in the dtype that is computed in, of the root and of two
-    blocks; activations: see `activations`; workspace: of CUDA and its libraries. With offload the first three are in
-    CPU memory."""
+    """Bytes on each GPU. parameters: shards, in their own dtype; gradients: of those that are trained, in theirs;
+    optimizer: AdamW's two averages or Muon's one; gathered: whole copies that are there at a time, in the dtype that is
+    computed in, of the root and of two blocks, and a frozen audio tower beside the model; activations: see
+    `activations`; workspace: of CUDA and its libraries. With offload the first three are in CPU memory."""
 
     parameters: int
     gradients: int
@@ -71,15 +76,16 @@ def estimate_memory(model: AnyModel, degrees: Degrees, train: TrainConfig, max_s
     root = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_blocks)
     sizes = sorted((gathered_numel(block, degrees.ep) for _, block in blocks), reverse=True)
     whole = sum(sizes) if not fsdp.reshard_after_forward else sum(sizes[:2])
-    alone = degrees.world == 1 and itemsize == FLOAT32 and not fsdp.offload
-    gradients = sum(shard_numel(parameter, degrees.fsdp) for parameter in trained) * FLOAT32
+    alone = degrees.world == 1 and itemsize == master_dtype(train).itemsize and not fsdp.offload
+    beside = 0 if (tower := getattr(model, "frozen_audio", None)) is None else tower.nbytes
+    gradients = sum(shard_bytes(parameter, degrees.fsdp) for parameter in trained)
     if not fsdp.sync_every_micro_batch and degrees.fsdp > 1:
         gradients += sum(parameter.numel() for parameter in trained) * FLOAT32
     return MemoryEstimate(
-        parameters=sum(shard_numel(parameter, degrees.fsdp) for parameter in model.parameters()) * FLOAT32,
+        parameters=sum(shard_bytes(parameter, degrees.fsdp) for parameter in model.parameters()),
         gradients=gradients,
-        optimizer=2 * sum(shard_numel(parameter, degrees.fsdp) for parameter in trained) * FLOAT32,
-        gathered=0 if alone else (root + whole) * itemsize + _reduced(sizes, root),
+        optimizer=averages(model, degrees, train),
+        gathered=(0 if alone else (root + whole) * itemsize + _reduced(model, blocks, degrees.ep)) + beside,
         activations=activations(model, train, max_seq_len // degrees.ulysses, itemsize),
         workspace=WORKSPACE,
         offloaded=fsdp.offload,
@@ -143,6 +149,23 @@ def gathered_numel(module: nn.Module, ep: int) -> int:
     return numel(module) - experts + experts // ep
 
 
+def averages(model: AnyModel, degrees: Degrees, train: TrainConfig) -> int:
+    """Bytes of the optimizer's: one of a parameter of Muon, two of the others."""
+    config = train.optimizer
+    one = muon_names(model, names_without_decay(model, config)) if config.type == "muon" else set()
+    count = sum(
+        shard_numel(parameter, degrees.fsdp) * (1 if name in one else 2)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
+    return count * STATE_DTYPES[config.state_dtype].itemsize
+
+
+def shard_bytes(parameter: torch.Tensor, ranks: int) -> int:
+    """Of the largest shard."""
+    return shard_numel(parameter, ranks) * parameter.element_size()
+
+
 def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
     """Elements of the largest shard: rows are divided, the last shard may be smaller."""
     if not parameter.ndim or ranks == 1:
@@ -152,18 +175,34 @@ def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
 
 
 def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int) -> int:
-    """Bytes of the text model's: with checkpointing the input of each block and all of one block, without it all of all
-    blocks; and the logits of a chunk with their gradient. Those of the towers are counted as if their tokens were the
-    text model's."""
+    """Bytes of the text model's: of blocks that are computed again the input, and what attention made where it is
+    kept, and all of one block; of others everything; and the logits of a chunk with their gradient. Those of the towers
+    are counted as if their tokens were the text model's."""
     config = model.config.get_text_config()
     row = config.hidden_size * itemsize
     rows, layers = tokens * train.micro_batch_size, config.num_hidden_layers
     experts = getattr(config, "num_experts_per_tok", 0) * 3 * getattr(config, "moe_intermediate_size", 0) * itemsize
     block = rows * (ACTIVATIONS_OF_A_BLOCK * row + experts)
-    kept = rows * row * layers + block if train.gradient_checkpointing.enable else block * layers
-    return kept + 2 * LOSS_CHUNK
+    again = train.gradient_checkpointing
+    if not again.enable:
+        return block * layers + 2 * LOSS_CHUNK
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = config.num_attention_heads * (head_dim * itemsize + FLOAT32) if again.keep == "attention" else 0
+    computed = round(layers * again.share)
+    offload = train.accelerator.offload_config
+    inputs = rows * row * computed
+    if offload.enable_activation:
+        inputs = min(inputs, int(offload.activation_gpu_limit * 1e9) + OFFLOAD_WINDOW * rows * row)
+    return inputs + rows * attention * computed + block * (1 + layers - computed) + 2 * LOSS_CHUNK
 
 
-def _reduced(sizes: list[int], root: int) -> int:
-    """float32 gradients of the largest group on their way to the shards."""
-    return max([root, *sizes[:1]]) * FLOAT32
+def _reduced(model: nn.Module, blocks: list[tuple[str, nn.Module]], ep: int) -> int:
+    """float32 gradients of the largest group on their way to the shards: a block's, or those of what is in none."""
+    divided = {id(p) for part in model.modules() if isinstance(part, Experts) for p in part.parameters(recurse=False)}
+
+    def made(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(p.numel() // (ep if id(p) in divided else 1) for p in parameters if p.requires_grad)
+
+    in_blocks = {id(parameter) for _, block in blocks for parameter in block.parameters()}
+    root = made(parameter for parameter in model.parameters() if id(parameter) not in in_blocks)
+    return max([root, *(made(block.parameters()) for _, block in blocks)]) * FLOAT32

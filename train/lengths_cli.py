@@ -18,6 +18,7 @@ from train.data.processor import ProcessorAssets, load_assets
 from train.data.sources import open_sources
 from train.data.text_files import is_text_path, scan_text
 from train.data.text_rows import TextRows
+from train.model_assets import training_assets
 from train.progress import progress
 
 _DATA_HELP = "A packed dataset, JSONL or Parquet of text, or the YAML configuration of a training."
@@ -68,13 +69,7 @@ def lengths(
 def _configured(path: str, overrides: list[str], as_json: bool) -> None:
     """All sources of a configuration, as training opens them."""
     config = load_config(path, overrides, OmniConfig)
-    layout = config.data.mm_configs
-    assets = load_assets(
-        config.data.processor_path or str(config.model.model_path),
-        use_audio_in_video=layout.use_audio_in_video,
-        wrap_video=layout.wrap_video,
-        system=layout.system,
-    )
+    assets = training_assets(config)
     with progress("counting tokens", None, "rows") as advance:
         sources = open_sources(config.data, assets, config.train.seed, lambda _, count: advance(count))
     limit = config.data.max_seq_len

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import noop_context_fn
 
 from convert.small_files import is_carried, read_carried
 from schemas.errors import ConfigError, UnsupportedError
 from train.config import ModelConfig, TrainConfig
+from train.config_trainer import GradientCheckpointingConfig, OffloadConfig
 from train.data.route import RouteSpec
 from train.data.serving import ModelInputs
+from train.lora.plan import LoraPlan
 from train.mesh import Mesh
-from train.models.checkpointing import CheckpointPolicy, set_checkpointing
+from train.models.checkpointing import KEEPING_ATTENTION, CheckpointPolicy, keep_attention, set_checkpointing
 from train.models.foundation import FoundationModel
+from train.models.frozen_audio import add_audio_tower
 from train.models.hub_model import HubModel
 from train.models.spec import ModelSpec, build_foundation_model, fsdp_blocks, spec_of
 from train.ops.device import describe_device
 from train.ops.registry import Ops, bind_ops, resolve
 from train.parallel.apply import apply_parallel
 from train.parallel.fsdp import needs_wrapping
-from train.parallel.loading import fill_from_hub, fill_random, give_memory
+from train.parallel.loading import fill_adapters, fill_from_hub, fill_random, give_memory
+from train.parallel.offload import ActivationOffload
 from train.parallel.router import RouterReduction
 
 AnyModel = FoundationModel | HubModel
 CONFIG_FILE = "config.json"
-MASTER_DTYPE = torch.float32  # of parameters; mixed precision computes with a copy
+MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of parameters; see `master_dtype`
 
 
 @dataclass(frozen=True)
@@ -59,20 +65,44 @@ class ModelFiles:
 def choose_ops(model: ModelConfig, train: TrainConfig, device: torch.device) -> Ops:
     """The operations that the configuration names, on this device and in the dtype that is computed in."""
     dtype = train.accelerator.fsdp_config.mixed_precision.compute_dtype
-    place = describe_device(device)
+    place = describe_device(device, repeatable=train.deterministic)
     return bind_ops(resolve(model.ops_implementation.model_dump(), place, dtype), place, dtype)
 
 
-def build_model(config: ModelConfig, ops: Ops) -> AnyModel:
-    """Without memory, on the meta device."""
+def master_dtype(train: TrainConfig) -> torch.dtype:
+    """Of the parameters; where the model computes in another, it does so with a copy."""
+    return MASTER_DTYPES[train.optimizer.master_dtype]
+
+
+def build_model(config: ModelConfig, ops: Ops, dtype: torch.dtype = torch.float32) -> AnyModel:
+    """Without memory, on the meta device. dtype: of its parameters."""
     return build_foundation_model(
         ModelFiles.of(config).config_file,
         ops,
         device="meta",
-        dtype=MASTER_DTYPE,
+        dtype=dtype,
         backend=config.backend,
         trust_remote_code=config.trust_remote_code,
     )
+
+
+def add_hearing(model: AnyModel, config: ModelConfig, train: TrainConfig, ops: Ops) -> None:
+    """The frozen audio tower of `model.audio_tower_path`, where that is given, beside the model."""
+    if config.audio_tower_path is None:
+        return
+    assert isinstance(model, FoundationModel)  # the configuration allows no other
+    dtype = getattr(torch, train.accelerator.fsdp_config.mixed_precision.compute_dtype)
+    add_audio_tower(model, Path(config.audio_tower_path), ops, dtype)
+
+
+def plan_lora(model: AnyModel, config: ModelConfig, train: TrainConfig, frozen: Iterable[str]) -> LoraPlan | None:
+    """The adapters that a configuration asks for, None for a full training. All but modules_to_save is frozen then, in
+    the dtype that is computed in; the adapters are not there yet. frozen: what train.freeze_* froze."""
+    if config.lora_config is None:
+        return None
+    plan = LoraPlan.make(model, config.lora_config, frozen)
+    plan.freeze(model, getattr(torch, train.accelerator.fsdp_config.mixed_precision.compute_dtype))
+    return plan
 
 
 def model_spec(model: AnyModel) -> ModelSpec | None:
@@ -95,16 +125,44 @@ def towers_of(model: AnyModel) -> dict[str, str | None]:
 
 def data_inputs(model: AnyModel) -> ModelInputs:
     """What the model adds to the data path."""
-    audio = getattr(model.config, "audio_config", None)
-    return ModelInputs() if audio is None else ModelInputs(RouteSpec(sound_window=audio.n_window_infer))
+    audio, beside = getattr(model.config, "audio_config", None), getattr(model, "frozen_audio", None)
+    window = beside.window_frames if beside is not None else getattr(audio, "n_window_infer", None)
+    return ModelInputs() if window is None else ModelInputs(RouteSpec(sound_window=window))
 
 
-def set_gradient_checkpointing(model: AnyModel, enable: bool) -> None:
-    policy = CheckpointPolicy() if enable else None
+def set_gradient_checkpointing(model: AnyModel, policy: CheckpointPolicy | None) -> None:
+    """None = blocks keep everything. UnsupportedError: what models of transformers do not do."""
     if isinstance(model, HubModel):
+        if policy is not None and (policy.share < 1 or policy.carry is not None):
+            raise UnsupportedError(
+                "a model of transformers checkpoints all of its layers, with their inputs on the GPU; set "
+                "train.gradient_checkpointing.share to 1 and "
+                "train.accelerator.offload_config.enable_activation to false"
+            )
         model.set_checkpointing(policy)
     else:
         set_checkpointing(model, policy)
+
+
+def checkpoint_policy(config: GradientCheckpointingConfig, ops: Ops, offload: OffloadConfig) -> CheckpointPolicy | None:
+    """What blocks keep for the backward pass; None = everything. ConfigError: attention whose results cannot be kept,
+    and inputs that are to go elsewhere although nothing is computed again."""
+    if not config.enable:
+        if offload.enable_activation:
+            raise ConfigError(
+                "train.accelerator.offload_config.enable_activation moves the inputs of blocks that are computed "
+                "again; set train.gradient_checkpointing.enable to true"
+            )
+        return None
+    chosen = ops.attention.name
+    if config.keep == "attention" and chosen not in KEEPING_ATTENTION:
+        raise ConfigError(
+            f"train.gradient_checkpointing.keep: attention, but the results of attn_implementation {chosen} cannot be "
+            f"kept; choose {', '.join(KEEPING_ATTENTION)} or keep: inputs"
+        )
+    context_fn = keep_attention if config.keep == "attention" else noop_context_fn
+    carry = ActivationOffload(int(offload.activation_gpu_limit * 1e9)) if offload.enable_activation else None
+    return CheckpointPolicy(context_fn, config.share, carry=carry)
 
 
 def share_router(model: AnyModel, mesh: Mesh) -> None:
@@ -113,8 +171,10 @@ def share_router(model: AnyModel, mesh: Mesh) -> None:
         model.reduce_router = RouterReduction()
 
 
-def parallelize(model: AnyModel, mesh: Mesh, train: TrainConfig, files: ModelFiles, *, fill: bool) -> None:
-    """Wraps the model and gives it memory and values. fill: False when a checkpoint fills it."""
+def parallelize(
+    model: AnyModel, mesh: Mesh, train: TrainConfig, files: ModelFiles, *, fill: bool, lora: LoraPlan | None = None
+) -> None:
+    """Wraps the model and gives it memory and values. fill: False when a checkpoint fills it, or its adapters."""
     fsdp, device = train.accelerator.fsdp_config, mesh.device
     memory = torch.device("cpu") if fsdp.offload else device
     if train.init_device == "cuda" and device.type != "cuda":
@@ -122,14 +182,16 @@ def parallelize(model: AnyModel, mesh: Mesh, train: TrainConfig, files: ModelFil
     whole_first = train.init_device != "meta"
     if whole_first:
         give_memory(model, device if train.init_device == "cuda" else torch.device("cpu"))
-        _fill(model, files, train.seed, fill=fill, show=mesh.rank == 0)
-    if needs_wrapping(mesh, fsdp):
+        _fill(model, files, train.seed, fill=fill or lora is not None, show=mesh.rank == 0)
+    if needs_wrapping(mesh, fsdp, master_dtype(train)):
         apply_parallel(model, fsdp_blocks(model), mesh, fsdp)
     elif whole_first:
         model.to(device)
     if not whole_first:
         give_memory(model, memory)
-        _fill(model, files, train.seed, fill=fill, show=mesh.rank == 0)
+        _fill(model, files, train.seed, fill=fill or lora is not None, show=mesh.rank == 0)
+    if lora is not None and fill:
+        fill_adapters(model, lora, train.seed)
 
 
 def _fill(model: AnyModel, files: ModelFiles, seed: int, *, fill: bool, show: bool) -> None:

@@ -22,21 +22,29 @@ from train.data.batch import Batch
 from train.data.loader import TrainLoader
 from train.data.plan_store import PlanStore
 from train.data.prepare import open_data
-from train.data.processor import ProcessorAssets, load_assets
+from train.data.processor import ProcessorAssets
 from train.data.rank_plan import DataRank
 from train.data.serving import ModelInputs
 from train.data.sources import OpenSource
+from train.lora.apply import adapted_weights, trained_table
+from train.lora.base import base_digest
+from train.lora.plan import LoraPlan
 from train.mesh import Mesh, Process, start_process_group
+from train.model_assets import training_assets
 from train.model_build import (
     AnyModel,
     ModelFiles,
+    add_hearing,
     build_model,
     check_model,
+    checkpoint_policy,
     choose_ops,
     data_inputs,
     family_of,
+    master_dtype,
     model_spec,
     parallelize,
+    plan_lora,
     set_gradient_checkpointing,
     share_router,
 )
@@ -44,7 +52,7 @@ from train.models.flops import MicroBatch, ModelFlops
 from train.models.freeze import freeze
 from train.models.spec import ModelSpec
 from train.ops.registry import Ops
-from train.optim.adamw import make_optimizer
+from train.optim.build import make_optimizer
 from train.optim.groups import LearningRate, learning_rates, parameter_groups
 from train.optim.schedule import LrScheduler, Schedule
 from train.parallel.fsdp import GradientSync, needs_wrapping
@@ -67,6 +75,7 @@ class TrainerParts:
     model: AnyModel
     spec: ModelSpec | None
     frozen: tuple[str, ...]
+    lora: LoraPlan | None
     flops: Callable[[Batch], float] | None
     assets: ProcessorAssets
     sources: list[OpenSource]
@@ -106,7 +115,7 @@ class TrainerParts:
         self.process = Process.from_environment()
         device = self.process.device()
         alone = Mesh.make(train.accelerator, self.process.world_size, self.process.rank, device)
-        wanted = needs_wrapping(alone, train.accelerator.fsdp_config)
+        wanted = needs_wrapping(alone, train.accelerator.fsdp_config, master_dtype(train))
         if wanted and not dist.is_initialized():
             start_process_group(self.process, device, COLLECTIVE_TIMEOUT_S)
         self.mesh = (
@@ -123,12 +132,17 @@ class TrainerParts:
         self.files = ModelFiles.of(self.args.model)
         self.ops = choose_ops(self.args.model, self.args.train, self.mesh.device)
         self.say(self.ops.describe())
-        self.model = build_model(self.args.model, self.ops)
+        self.model = build_model(self.args.model, self.ops, master_dtype(self.args.train))
+        add_hearing(self.model, self.args.model, self.args.train, self.ops)
         self.spec = model_spec(self.model)
         check_model(self.model, self.mesh)
         self.frozen = self.freeze()
+        self.lora = plan_lora(self.model, self.args.model, self.args.train, self.frozen)
         self.flops = self.count_flops()
-        set_gradient_checkpointing(self.model, self.args.train.gradient_checkpointing.enable)
+        self.add_adapters()
+        train = self.args.train
+        policy = checkpoint_policy(train.gradient_checkpointing, self.ops, train.accelerator.offload_config)
+        set_gradient_checkpointing(self.model, policy)
 
     def freeze(self) -> tuple[str, ...]:
         """Names of the parameters that are not trained."""
@@ -137,9 +151,19 @@ class TrainerParts:
             self.model, vit=train.freeze_vit, audio_tower=train.freeze_audio_tower, modules=train.freeze_modules
         )
 
+    def add_adapters(self) -> None:
+        """Of a training by LoRA, and says what is trained."""
+        if self.lora is None:
+            return
+        self.lora.add(self.model, master_dtype(self.args.train))
+        for line in trained_table(self.model):
+            self.say(line)
+        if self.lora.config.lora_dropout:  # ranks have other rows, so they drop other inputs
+            torch.manual_seed(self.args.train.seed + self.mesh.rank)
+
     def count_flops(self) -> Callable[[Batch], float] | None:
         """Of the forward and backward pass of a batch; None where it is not known."""
-        counted = ModelFlops(self.model)
+        counted = ModelFlops(self.model, () if self.lora is None else list(adapted_weights(self.lora.targets)))
         return lambda batch: counted.count(micro_batch(batch)).model
 
     def build_loss(self) -> None:
@@ -148,14 +172,7 @@ class TrainerParts:
 
     def build_assets(self) -> None:
         """Tokenizer and preprocessor."""
-        data = self.args.data
-        layout = data.mm_configs
-        self.assets = load_assets(
-            data.processor_path or str(self.args.model.model_path),
-            use_audio_in_video=layout.use_audio_in_video,
-            wrap_video=layout.wrap_video,
-            system=layout.system,
-        )
+        self.assets = training_assets(self.args)
 
     def build_dataset(self) -> None:
         """Sources and plans, the same on every rank."""
@@ -193,12 +210,15 @@ class TrainerParts:
             group=self._setup_group,
             files=self.files.small_files(processor),
             device=self.mesh.device,
+            lora=None if self.lora is None else self.lora.record(base_digest(self.files.weights, self.args.train.seed)),
         )
         self.resume_from = self.checkpointer.find()
+        if self.resume_from is not None:
+            self.checkpointer.check(self.resume_from)
 
     def build_parallel(self) -> None:
         """Sharded parameters, with their values."""
-        parallelize(self.model, self.mesh, self.args.train, self.files, fill=self.resume_from is None)
+        parallelize(self.model, self.mesh, self.args.train, self.files, fill=self.resume_from is None, lora=self.lora)
 
     def learning_rates(self) -> list[LearningRate]:
         """Of parts of the model that have their own."""
@@ -207,7 +227,7 @@ class TrainerParts:
     def build_optimizer(self) -> None:
         config = self.args.train.optimizer
         groups = parameter_groups(self.model, config, self.learning_rates())
-        self.optimizer = make_optimizer(groups, config)
+        self.optimizer = make_optimizer(self.model, groups, config, seed=self.args.train.seed, device=self.mesh.device)
 
     def build_schedule(self) -> None:
         """And the parts of a step, which are complete now."""

@@ -6,24 +6,36 @@ that the training itself would end with; `validate_config` collects them, so tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
 from schemas.errors import OmniloomError
-from train.config import OmniConfig
+from train.config import OmniConfig, TrainConfig
 from train.data.prepare import open_data, plan_notes
-from train.data.processor import load_assets
 from train.data.rank_plan import DataRank, RankPlan
 from train.estimate import estimate_memory
+from train.lora.apply import adapter_names, trained_table
 from train.mesh import Degrees
-from train.model_build import AnyModel, ModelFiles, build_model, choose_ops, model_spec
+from train.model_assets import training_assets
+from train.model_build import (
+    AnyModel,
+    ModelFiles,
+    add_hearing,
+    build_model,
+    choose_ops,
+    master_dtype,
+    model_spec,
+    plan_lora,
+    towers_of,
+)
 from train.models.freeze import freeze
 from train.models.loading import open_weights
 from train.ops.registry import OPS, Device, resolve
+from train.optim.groups import learning_rates, parameter_groups
 
 GPU_CAPABILITY = (9, 0)  # of a Hopper GPU: what `auto` is resolved for when this machine has none
 
@@ -89,9 +101,20 @@ def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -
     """Built on the meta device; names and shapes of its weights are read from their headers."""
     model: AnyModel | None = None
     with found.check():
-        model = build_model(config.model, choose_ops(_plain(config).model, config.train, torch.device("cpu")))
+        ops = choose_ops(_plain(config).model, config.train, torch.device("cpu"))
+        model = build_model(config.model, ops, master_dtype(config.train))
+        with found.check():
+            add_hearing(model, config.model, config.train, ops)
+            if (beside := getattr(model, "frozen_audio", None)) is not None:
+                found.add("audio tower", f"frozen, beside the model, {beside.nbytes / 1e9:.1f} GB")
         train = config.train
         frozen = freeze(model, vit=train.freeze_vit, audio_tower=train.freeze_audio_tower, modules=train.freeze_modules)
+        lora = plan_lora(model, config.model, train, frozen)
+        if lora is not None:
+            lora.add(model, master_dtype(train))
+            frozen = ()  # all but the adapters is
+            first, *kinds = trained_table(model)
+            found.add("adapters", f"{first}, of {len(kinds)} kinds")
         count = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         found.add("model", f"{model.config.model_type}, {count / 1e9:.3g} B parameters, {trained / 1e9:.3g} B trained")
@@ -99,15 +122,28 @@ def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -
             found.add("frozen", f"{len(frozen)} parameters, the first {frozen[0]}")
         if degrees is not None:
             degrees.check_experts(getattr(model.config.get_text_config(), "num_experts", 0) or 0)
+        _check_optimizer(config.train, model, found)
     files = ModelFiles.of(config.model)
     if model is not None and files.weights is not None:
         with found.check():
-            shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            adapters = set(adapter_names(model))
+            shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name not in adapters}
             weights = open_weights(files.weights, shapes, native=model_spec(model) is not None)
             found.add("weights", f"{len(weights.tensors)} tensors of {files.weights}, all names and shapes fit")
     elif model is not None:
         found.add("weights", f"random, seed {config.train.seed}")
     return model
+
+
+def _check_optimizer(train: TrainConfig, model: AnyModel, found: Findings) -> None:
+    """Patterns, names and blocks of heads mean something; how many parameters each kind has."""
+    with found.check():
+        counts = Counter[str]()
+        for group in parameter_groups(model, train.optimizer, learning_rates(train, towers_of(model))):
+            counts[group["kind"]] += len(group["params"])
+        said = ", ".join(f"{kind} of {count} parameters" for kind, count in sorted(counts.items()))
+        dtypes = f"parameters {train.optimizer.master_dtype}, averages {train.optimizer.state_dtype}"
+        found.add("optimizer", f"{said}; {dtypes}")
 
 
 def _plain(config: OmniConfig) -> OmniConfig:
@@ -117,13 +153,7 @@ def _plain(config: OmniConfig) -> OmniConfig:
 
 
 def _check_data(config: OmniConfig, degrees: Degrees | None, found: Findings) -> None:
-    layout = config.data.mm_configs
-    assets = load_assets(
-        config.data.processor_path or cast(str, config.model.model_path),
-        use_audio_in_video=layout.use_audio_in_video,
-        wrap_video=layout.wrap_video,
-        system=layout.system,
-    )
+    assets = training_assets(config)
     sources, plans = open_data(config.data, config.train, assets, show=False)
     steps = plans.steps(0)
     total = config.train.max_steps or plans.total_steps(config.train.num_train_epochs)

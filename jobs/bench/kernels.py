@@ -1,6 +1,6 @@
 """The fused kernels on a GPU: speed as ratios against peers of the same run, memory, error.
 
-    python -m jobs.bench.kernels [--quick] [--only moe|ce|elementwise|attention] [--json FILE]
+    python -m jobs.bench.kernels [--quick] [--only moe|lora|ce|elementwise|attention|features|layer] [--json FILE]
 
 Shares are of 790 TFLOP/s (an H200's measured bfloat16 rate) and of the copy rate of the same run. Peers: grouped_mm
 under torch.compile, and `veomni` 0.1.12 and `liger-kernel` 0.8.5 where they are installed. Without a CUDA device it
@@ -19,7 +19,15 @@ import torch
 
 from jobs.bench.claims import Claim, report
 
-PARTS = {"moe": "kernel_moe", "ce": "kernel_loss", "elementwise": "kernel_elementwise", "attention": "kernel_attention"}
+PARTS = {
+    "moe": "kernel_moe",
+    "lora": "kernel_lora",
+    "ce": "kernel_loss",
+    "elementwise": "kernel_elementwise",
+    "attention": "kernel_attention",
+    "features": "kernel_features",
+    "layer": "kernel_layer",
+}
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from train.mesh import Degrees
 from train.models.omni_thinker import OmniThinker
 from train.models.spec import SPECS
 from train.ops.registry import eager_ops
+from train.optim.muon_parameters import muon_names
 
 
 def model() -> OmniThinker:
@@ -38,6 +39,20 @@ def test_states_are_counted_exactly() -> None:
     trained = total - sum(parameter.numel() for parameter in found.visual.parameters())
     made = estimate_memory(found, Degrees(), train(), 512)
     assert (made.parameters, made.gradients, made.optimizer) == (4 * total, 4 * trained, 8 * trained)
+
+
+def test_dtypes_and_muon_are_counted() -> None:
+    with torch.device("meta"):
+        found = OmniThinker(families.omni(), eager_ops())
+    sizes = {name: parameter.numel() for name, parameter in found.named_parameters()}
+    total, matrices = sum(sizes.values()), sum(sizes[name] for name in muon_names(found))
+    assert 0.2 * total < matrices < total
+    made = estimate_memory(found, Degrees(), train(optimizer={"type": "muon"}), 512)
+    assert made.optimizer == 8 * total - 4 * matrices
+    half = {"type": "muon", "state_dtype": "bf16", "master_dtype": "bf16"}
+    made = estimate_memory(found.to(torch.bfloat16), Degrees(), train(optimizer=half), 512)
+    assert (made.parameters, made.gradients, made.optimizer) == (2 * total, 2 * total, 4 * total - 2 * matrices)
+    assert made.gathered == 0  # the model computes with its parameters
 
 
 def test_shards_are_those_of_torch() -> None:

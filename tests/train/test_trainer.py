@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schemas.errors import ConfigError, ResumableError, UnsupportedError
+from schemas.errors import ConfigError, ResumableError
 from tests import dist as processes
 from tests.train.tiny import omni_config, write_data
 from train.callbacks.base import Callback
@@ -145,7 +145,11 @@ def test_rates_of_modules_and_evaluation(tmp_path: Path, sources: list[dict[str,
     [
         ({"accelerator": {"dp_shard_size": 3}}, ConfigError, "dp_shard_size 3 x ulysses_size 1 = 3, but there are 1"),
         ({"init_device": "cuda"}, ConfigError, "train.init_device: cuda"),
-        ({"optimizer": {"type": "muon"}}, UnsupportedError, "train.optimizer.type: muon"),
+        (
+            {"optimizer": {"type": "muon", "muon_head_group_size": 3, "muon_head_split_modules": ["q_proj"]}},
+            ConfigError,
+            "train.optimizer.muon_head_group_size: 3 does not divide the",
+        ),
         ({"module_lr": {"lm_haed": 1e-4}}, ConfigError, "did you mean 'lm_head'"),
         ({"freeze_modules": ["lm_haed"]}, ConfigError, "did you mean 'lm_head'"),
         ({"global_batch_size": 3, "micro_batch_size": 2}, ConfigError, "no multiple of train.micro_batch_size 2"),

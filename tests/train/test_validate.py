@@ -42,6 +42,17 @@ def test_all_facts_of_a_training_that_can_start(config: OmniConfig) -> None:
     assert any("fused_triton" in how or "grouped_mm" in how for what, how in found.facts if what.startswith("oper"))
 
 
+def test_the_optimizer_is_checked(config: OmniConfig) -> None:
+    muon = {"type": "muon", "muon_head_group_size": 3, "muon_head_split_modules": ["q_proj"]}
+    (fault,) = validate_config(changed(config, optimizer=muon), 2, data=False).faults
+    assert "muon_head_group_size: 3 does not divide" in str(fault)
+    facts = dict(validate_config(changed(config, optimizer={"type": "muon"}), 2, data=False).facts)
+    adamw, muon_part = facts["optimizer"].split("; ")[0].split(", ")
+    assert adamw.startswith("adamw of ")
+    assert muon_part.startswith("muon of ")
+    assert facts["optimizer"].endswith("parameters fp32, averages fp32")
+
+
 def test_every_fault_is_told_not_only_the_first(config: OmniConfig) -> None:
     wrong = changed(config, freeze_modules=["nothing.of.it"], accelerator={"dp_replicate_size": 3})
     found = validate_config(wrong, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from train.callbacks.adapter_export import AdapterExportCallback
 from train.callbacks.base import Callback
 from train.callbacks.checkpoint import CheckpointCallback
 from train.callbacks.evaluation import EvaluationCallback
@@ -33,7 +34,7 @@ def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
     checkpointer = trainer.checkpointer
     output_dir = checkpointer.output_dir
     exporter = None
-    if first:
+    if first and trainer.lora is None:
         exporter = Exporter(output_dir, export_base(trainer), hold=checkpointer.hold, release=checkpointer.release)
     sources = [source.label for source in trainer.args.data.sources]
     meter = Meter(sources, mesh.device, rank=rank, world_size=world_size)
@@ -57,7 +58,9 @@ def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
         EvaluationCallback(),
         MetricsEnd(metrics),
         CheckpointCallback(),
-        ExportCallback(exporter),
+        ExportCallback(exporter)
+        if trainer.lora is None
+        else AdapterExportCallback(output_dir, rank=rank, per_expert=config.checkpoint.lora_per_expert),
         ProfilerCallback(config.profile, output_dir, rank=rank),
         MemoryCallback(output_dir, mesh.device, rank=rank, enable=config.memory.snapshot_on_error),
     ]

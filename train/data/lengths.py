@@ -172,7 +172,8 @@ def packed_row_lengths(builder: LengthsBuilder, meta_json: str) -> None:
         counts = media_counts(meta, builder.assets.style)
         builder.add(meta.conversation, counts, _mel_frames(meta, builder.assets), checked)
     except (RowError, UnsupportedError, ValueError) as error:
-        builder.add_fault(f"{meta.id}: {error}")
+        said = str(error)
+        builder.add_fault(said if said.startswith(f"row {meta.id}: ") else f"{meta.id}: {said}")
 
 
 def _mel_frames(meta: SampleMeta, assets: ProcessorAssets) -> int:

@@ -11,12 +11,15 @@ import xxhash
 
 from schemas.chat import ChatStyle, Form, PixelLimits
 from schemas.chat_tokens import ChatTokens, PlainEncoder
+from schemas.chat_types import ALL_MEDIA, MediaKind
 from schemas.errors import ConfigError, UnsupportedError
 from schemas.geometry import MEL_HOP, MEL_WINDOW, TOKENS_PER_WINDOW
 from schemas.media_counts import SAMPLE_RATE
+from train.data.sideband import Sideband
 
 LAYOUT_VERSION = 2  # raised whenever the same row gives other tokens, so that cached lengths are made again
 POSITIONS_PER_SECOND = TOKENS_PER_WINDOW * SAMPLE_RATE / (MEL_HOP * MEL_WINDOW)  # of the clock: one per sound token
+VL_MEDIA = frozenset(("video", "image"))  # all that its layout has, so that lengths counted without a model serve, too
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,17 @@ class ProcessorAssets:
 
 
 def load_assets(
-    path: str | Path, *, use_audio_in_video: bool = True, wrap_video: bool = True, system: str | None = None
+    path: str | Path,
+    *,
+    use_audio_in_video: bool = True,
+    wrap_video: bool = True,
+    system: str | None = None,
+    media: tuple[MediaKind, ...] = ALL_MEDIA,
+    sideband: Sideband | None = None,
 ) -> ProcessorAssets:
     """The assets of a checkpoint directory (tokenizer and preprocessor files; config.json is checked when there).
 
+    media: what the model has towers for; sideband: of a pseudo Qwen3-VL, which has the layout of Qwen3-Omni.
     ConfigError for a directory without a processor or with ids that disagree, UnsupportedError for another family.
     """
     from transformers import AutoProcessor  # noqa: PLC0415  # seconds to import, and loader workers never need it
@@ -73,6 +83,13 @@ def load_assets(
         raise ConfigError(f"processor_path {path} has no processor that transformers can load: {reason}") from error
     form = _form(processor, path)
     tokens = ChatTokens.from_tokenizer(processor)
+    if sideband is not None:
+        if form != "qwen3_omni":
+            raise ConfigError(
+                f"processor_path {path} has a {type(processor).__name__}, which writes time marks; with "
+                f"{sideband.where} the model takes the layout of Qwen3-Omni: give the folder of its processor"
+            )
+        sideband.check_tokens(tokens, path)
     image, video = vision_spec(processor.image_processor), vision_spec(processor.video_processor)
     if (image.patch_size, image.merge_size) != (video.patch_size, video.merge_size):
         raise UnsupportedError(f"processor_path {path}: images and videos have other patches ({image}, {video})")
@@ -82,7 +99,7 @@ def load_assets(
         _check_rate(config, path)
     style = ChatStyle(
         form=form,
-        position_id_per_seconds=POSITIONS_PER_SECOND,
+        position_id_per_seconds=POSITIONS_PER_SECOND if sideband is None else sideband.position_id_per_seconds,
         patch_size=video.patch_size,
         merge_size=video.merge_size,
         temporal_patch=video.temporal_patch,
@@ -90,6 +107,7 @@ def load_assets(
         wrap_video=wrap_video,
         system=system,
         pixels=pixel_limits(processor),
+        media=ALL_MEDIA if form == "qwen3_vl" and set(media) >= VL_MEDIA else media,
     )
     sound = None
     if form == "qwen3_omni":

@@ -1,30 +1,61 @@
-"""Gradient checkpointing (Chen et al. 2016): a block keeps its inputs only and runs again in the backward pass."""
+"""Gradient checkpointing (Chen et al. 2016): a block keeps its inputs only and runs again in the backward pass. A
+policy says which blocks do so, what they keep after all, and where the inputs stay in the meantime."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy as Keep
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Run = Callable[..., Any]
+
+# attention as operations that torch's dispatcher sees
+ATTENTION_OPS = {
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
+}
+KEEPING_ATTENTION = ("torch_varlen", "cudnn", "sdpa")  # backends whose results can be kept
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """context_fn: makes the contexts of a block's first run and of its second, which decide what is kept after all,
-    e.g. `partial(create_selective_checkpoint_contexts, policy_fn)` of torch; the default keeps nothing."""
+    """context_fn: makes the contexts of a block's first run and of its second, which decide what is kept after all; the
+    default keeps nothing; share: of the blocks of each stack that are computed again, evenly spread, the others keep
+    everything; whole: these others, once `set_checkpointing` knows them; carry(run, block, *inputs): runs a block so
+    that its inputs stay elsewhere, see `train.parallel.offload`."""
 
     context_fn: Callable[[], ContextPair] = noop_context_fn
+    share: float = 1.0
+    whole: frozenset[nn.Module] = frozenset()
+    carry: Callable[..., Any] | None = None
 
-    def __call__(self, block: Callable[..., Any], *inputs: Any) -> Any:
-        if not torch.is_grad_enabled():
+    def __call__(self, block: Run, *inputs: Any) -> Any:
+        if not torch.is_grad_enabled() or block in self.whole:
             return block(*inputs)
-        return checkpoint(block, *inputs, use_reentrant=False, context_fn=self.context_fn)
+        run = partial(checkpoint, use_reentrant=False, context_fn=self.context_fn)
+        return run(block, *inputs) if self.carry is None else self.carry(run, block, *inputs)
+
+
+def keep_attention() -> ContextPair:
+    """A `context_fn`: results of attention are kept, so that attention is not computed again."""
+    contexts: ContextPair = create_selective_checkpoint_contexts(_attention_alone)
+    return contexts
+
+
+def _attention_alone(_: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
+    name = op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+    return Keep.MUST_SAVE if name in ATTENTION_OPS else Keep.PREFER_RECOMPUTE
 
 
 def run_plainly(block: Callable[..., Any], *inputs: Any) -> Any:
@@ -41,7 +72,16 @@ class BlockStack(nn.Module):
 
 
 def set_checkpointing(model: nn.Module, policy: CheckpointPolicy | None) -> None:
-    """Turns gradient checkpointing on for every block of the text model and of the towers, or off with None."""
+    """Turns gradient checkpointing on for the blocks of the text model and of the towers, or off with None."""
     for module in model.modules():
         if isinstance(module, BlockStack):
-            module.run_block = run_plainly if policy is None else policy
+            module.run_block = run_plainly if policy is None else replace(policy, whole=_whole(module, policy.share))
+
+
+def _whole(stack: BlockStack, share: float) -> frozenset[nn.Module]:
+    """The blocks of each list in a stack that are not computed again."""
+    found: set[nn.Module] = set()
+    for blocks in stack.children():
+        if isinstance(blocks, nn.ModuleList):
+            found |= {block for n, block in enumerate(blocks) if int((n + 1) * share) == int(n * share)}
+    return frozenset(found)

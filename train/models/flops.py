@@ -92,14 +92,16 @@ class ModelFlops:
         """adapted: frozen weights with an adapter, whose gradients flow though theirs are not made; the adapters' own
         operations are left out."""
         self._prefixes = _prefixes(model)
-        self.products = _products(model, self._prefixes)
+        beside = model.frozen_audio if isinstance(model, FoundationModel) else None
+        self.products = _products(model, self._prefixes) + ([] if beside is None else _beside(beside.tower))
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._trained = trained
         self._learning = sorted({self._place(name) for name in trained | set(adapted)})
         self._shares = [
             self._backward_share(product) for product in self.products
         ]  # slow, and the same for every batch
-        self._audio = next((module for module in model.modules() if isinstance(module, AudioTower)), None)
+        towers = [*model.modules(), *([] if beside is None else [beside.tower])]
+        self._audio = next((module for module in towers if isinstance(module, AudioTower)), None)
         self._merge = next((module.merge_size for module in model.modules() if isinstance(module, VisionTower)), 1)
 
     def count(self, batch: MicroBatch, *, checkpointing: bool = False) -> Flops:
@@ -196,6 +198,22 @@ def _products(model: FoundationModel | HubModel, prefixes: Mapping[int, str]) ->
         name = next(name for name, parameter in model.named_parameters() if parameter is head)
         found.append(Product((HEAD, 0, 0), "rows", 2 * head.numel(), name))
     return found + _attention(model, prefixes)
+
+
+def _beside(tower: nn.Module) -> list[Product]:
+    """The forward pass of a frozen audio tower that is no part of the model."""
+    assert isinstance(tower, AudioTower)
+    prefixes = {AUDIO: "audio_tower."}
+    found = []
+    for name, parameter in tower.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        if parameter.ndim < 2 or leaf == "bias":
+            continue
+        place = _place(prefixes[AUDIO] + name, prefixes)
+        places = _positions(tower.num_mel, path) if parameter.ndim == 4 else 1
+        found.append(Product(place, _units_of(place, name), 2 * parameter.numel() * places, prefixes[AUDIO] + name))
+    width = tower.proj1.in_features
+    return found + [Product((AUDIO, block, ATTENTION), "audio_pairs", 4 * width) for block in range(len(tower.layers))]
 
 
 def _units_of(place: Place, inner: str) -> str:

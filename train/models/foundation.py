@@ -6,12 +6,14 @@ modules (`Attention.attention`, `Experts.compute`) are what parallel code and th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from schemas.errors import UnsupportedError
 from train.models.inputs import IGNORE, MediaEmbeddings, ModelInputs, ModelOutput, RouterStats
 from train.models.moe import load_balancing_loss
 from train.models.text import TextModel
@@ -24,12 +26,29 @@ if TYPE_CHECKING:
 Merged = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
 
 
+class Hearing(Protocol):
+    """An audio tower that is no part of the model (`train.models.frozen_audio`). window_frames: log-mel frames that
+    attention spans; tower: the module; nbytes: of its weights in memory."""
+
+    @property
+    def window_frames(self) -> int: ...
+
+    @property
+    def tower(self) -> nn.Module: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __call__(self, mel: Tensor, lengths: Sequence[int]) -> Tensor: ...
+
+
 class FoundationModel(nn.Module):
     """A text model with a head, and in subclasses towers.
 
     merge(hidden, media, inputs) -> (hidden, deepstack rows, deepstack features); reduce_router(counts, prob_sums,
     tokens) -> the same three, summed over whoever shares the auxiliary loss; cross_entropy: the bound op, of its
-    signature.
+    signature; widen_head: rows [S, H] -> (rows [S, H'], weight [V, H']) whose product the logits are, in place of the
+    head's weight, or None; frozen_audio: what hears for a model without an audio tower of its own, or None.
     """
 
     def __init__(self, config: PreTrainedConfig, text_config: PreTrainedConfig, ops: Ops, *, tied: bool) -> None:
@@ -42,6 +61,8 @@ class FoundationModel(nn.Module):
         self.merge: Callable[[Tensor, MediaEmbeddings, ModelInputs], Merged] = merge_media
         self.reduce_router: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _unreduced
         self.cross_entropy: Callable[..., CrossEntropy] = ops.linear_cross_entropy
+        self.frozen_audio: Hearing | None = None
+        self.widen_head: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def text(self) -> TextModel:
@@ -59,8 +80,18 @@ class FoundationModel(nn.Module):
         return rows
 
     def encode(self, inputs: ModelInputs) -> MediaEmbeddings:
-        """What the towers make of this rank's media."""
-        return MediaEmbeddings()
+        """What the towers make of this rank's media. UnsupportedError for media that the model has no tower for."""
+        if inputs.grids:
+            raise UnsupportedError(f"patches of {len(inputs.grids)} pictures for a model without a vision tower")
+        return self.hear(inputs, MediaEmbeddings())
+
+    def hear(self, inputs: ModelInputs, found: MediaEmbeddings) -> MediaEmbeddings:
+        """Adds what the tower beside the model makes of this rank's sound."""
+        if not inputs.mel_lengths or inputs.mel is None:
+            return found
+        if self.frozen_audio is None:
+            raise UnsupportedError(f"log-mel of {len(inputs.mel_lengths)} sounds for a model without an audio tower")
+        return replace(found, audio=self.frozen_audio(inputs.mel, inputs.mel_lengths))
 
     def decode(
         self,
@@ -82,17 +113,18 @@ class FoundationModel(nn.Module):
         if media.zero is not None:
             hidden = hidden + media.zero.to(hidden.dtype)
         hidden, stats = self.decode(hidden, inputs, rows, deepstack)
-        output = self._losses(hidden, inputs, stats)
-        return output._replace(logits=F.linear(hidden, self.head_weight)) if logits else output
+        head = (hidden, self.head_weight) if self.widen_head is None else self.widen_head(hidden)
+        output = self._losses(*head, inputs, stats)
+        return output._replace(logits=F.linear(*head)) if logits else output
 
-    def _losses(self, hidden: Tensor, inputs: ModelInputs, stats: RouterStats | None) -> ModelOutput:
+    def _losses(self, hidden: Tensor, weight: Tensor, inputs: ModelInputs, stats: RouterStats | None) -> ModelOutput:
         counts = None if stats is None else stats.counts
         if inputs.labels is None:
             return ModelOutput(expert_counts=counts)
         scale = inputs.loss_scale
         if scale is None:
             scale = (inputs.labels != IGNORE).sum().clamp(min=1).float().reciprocal()
-        found = self.cross_entropy(hidden, self.head_weight, inputs.labels, scale=scale)
+        found = self.cross_entropy(hidden, weight, inputs.labels, scale=scale)
         if stats is None:
             return ModelOutput(found.loss, found.loss, None, found.token_loss)
         aux = load_balancing_loss(RouterStats(*self.reduce_router(stats.counts, stats.prob_sums, stats.tokens)))

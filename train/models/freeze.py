@@ -33,7 +33,7 @@ def freeze(
     if audio_tower:
         chosen |= _tower(model, names, "audio", "freeze_audio_tower", AUDIO_JOINTS)
     for pattern in modules:
-        chosen |= _matching(pattern, names)
+        chosen |= matching(pattern, names, "train.freeze_modules")
     for name, parameter in model.named_parameters():
         if name in chosen:
             parameter.requires_grad_(False)
@@ -53,8 +53,9 @@ def _tower(model: nn.Module, names: Sequence[str], kind: str, key: str, joints: 
     return {prefix + name for name in inside if name.partition(".")[0] not in joints}
 
 
-def _matching(pattern: str, names: Sequence[str]) -> set[str]:
-    """Parameters that a pattern names, itself or by a module around them."""
+def matching(pattern: str, names: Sequence[str], key: str) -> set[str]:
+    """Parameters that a pattern names, itself or by a module around them. ConfigError, which names the key, when there
+    are none."""
     found = {name for name in names if any(fnmatchcase(path, pattern) for path in _paths(name))}
     if found:
         return found
@@ -63,8 +64,7 @@ def _matching(pattern: str, names: Sequence[str]) -> set[str]:
     hint = f"did you mean {near!r}? " if near else ""
     more = f" and {len(paths) - SHOWN} more below them" if len(paths) > SHOWN else ""
     raise ConfigError(
-        f"train.freeze_modules: {pattern!r} matches no module or parameter; {hint}there are "
-        f"{', '.join(paths[:SHOWN])}{more}"
+        f"{key}: {pattern!r} matches no module or parameter; {hint}there are {', '.join(paths[:SHOWN])}{more}"
     )
 
 

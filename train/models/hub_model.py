@@ -84,8 +84,8 @@ class HubModel(nn.Module):
     """A causal language model of transformers on packed documents. Parameters have the hub's names; a tied head has
     none of its own.
 
-    attention, cross_entropy: the bound operations, which parallel code may replace; blocks: the layers, which FSDP
-    wraps one by one.
+    attention, cross_entropy: the bound operations, which parallel code may replace; widen_head: as of
+    `FoundationModel`; blocks: the layers, which FSDP wraps one by one.
     """
 
     def __init__(self, model: PreTrainedModel, ops: Ops) -> None:
@@ -101,6 +101,7 @@ class HubModel(nn.Module):
                 self.add_module(name, child)
         self.attention: Callable[..., Tensor] = ops.attention
         self.cross_entropy: Callable[..., CrossEntropy] = ops.linear_cross_entropy
+        self.widen_head: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def hub(self) -> PreTrainedModel:
@@ -140,16 +141,17 @@ class HubModel(nn.Module):
         """The loss of labelled inputs; logits [S, V] too when asked for, whole in memory."""
         hidden, cap = self.decode(inputs), _number(self.config, CAPPED, 0.0)
         output = ModelOutput()
+        hidden, weight = (hidden, self.head_weight) if self.widen_head is None else self.widen_head(hidden)
         if inputs.labels is not None:
             scale = inputs.loss_scale
             if scale is None:
                 scale = (inputs.labels != IGNORE).sum().clamp(min=1).float().reciprocal()
             loss = capped_cross_entropy if cap else self.cross_entropy
-            found = loss(hidden, self.head_weight, inputs.labels, scale=scale, **({"cap": cap} if cap else {}))
+            found = loss(hidden, weight, inputs.labels, scale=scale, **({"cap": cap} if cap else {}))
             output = ModelOutput(found.loss, found.loss, None, found.token_loss)
         if not logits:
             return output
-        whole = F.linear(hidden, self.head_weight)
+        whole = F.linear(hidden, weight)
         return output._replace(logits=cap * torch.tanh(whole / cap) if cap else whole)
 
     def set_checkpointing(self, policy: CheckpointPolicy | None) -> None:

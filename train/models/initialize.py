@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -20,24 +20,37 @@ NORMS = (nn.LayerNorm, RMSNorm)
 
 @dataclass(frozen=True)
 class Initializer:
-    """How one parameter starts. kind: normal of mean 0 and this std, or a constant; zero_row: row that is 0."""
+    """How one parameter starts. kind: normal of mean 0 and this std, uniform within +-bound, or a constant; zero_row:
+    row that is 0."""
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones"]
     std: float = 0.0
     zero_row: int | None = None
+    bound: float = 0.0
 
     def make(self, seed: int) -> Tensor:
         """float32 on the CPU. The values depend on the seed and the parameter's name alone, so that every rank may make
         its slices in any order."""
-        if self.kind != "normal":
+        if self.kind in ("zeros", "ones"):
             return torch.full(self.shape, float(self.kind == "ones"))
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{self.name}".encode()) >> 1)
+        if self.kind == "uniform":
+            return torch.empty(self.shape).uniform_(-self.bound, self.bound, generator=generator)
         values = torch.empty(self.shape).normal_(0.0, self.std, generator=generator)
         if self.zero_row is not None:
             values[self.zero_row] = 0
         return values
+
+
+@runtime_checkable
+class HasInitializer(Protocol):
+    """A module that says itself how its one parameter starts."""
+
+    def initializer(self, name: str) -> Initializer:
+        """name: of the parameter in the model."""
+        ...
 
 
 def initializers(model: nn.Module) -> dict[str, Initializer]:
@@ -48,6 +61,9 @@ def initializers(model: nn.Module) -> dict[str, Initializer]:
     for path, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{local}" if path else local
+            if isinstance(module, HasInitializer):
+                found[name] = module.initializer(name)
+                continue
             kind = _kind(module, local, name)
             std = _nearest(ranges, path) if kind == "normal" else 0.0
             zero_row = module.padding_idx if isinstance(module, nn.Embedding) else None

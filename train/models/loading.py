@@ -145,6 +145,24 @@ def open_weights(
     return weights
 
 
+def open_part(folder: Path | str, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> HubWeights:
+    """The weights of one tower in a directory of a native family, by the names behind its prefix; as `open_weights`,
+    but what the files hold besides is not looked at."""
+    folder = Path(folder)
+    files, values = SafetensorsReader(folder), read_config(folder)
+    found = {name.removeprefix("thinker."): there for name, there in _memory_names(values, files.tensors).items()}
+    names = {name.removeprefix(prefix): there for name, there in found.items() if name.startswith(prefix)}
+    reader = _Renamed(files, names)
+    _check_plain(folder, values, reader.tensors)
+    _check_names(folder, {prefix + name: info.shape for name, info in reader.tensors.items()}, _behind(prefix, shapes))
+    resolution = resolve([rename("{name}", "{name}")], reader.tensors, Geometry({}, {}))
+    return HubWeights(reader, recipes(resolution, reader.tensors, {}), resolution.dropped)
+
+
+def _behind(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
 def load(weights: HubWeights, assign: Assign) -> None:
     """Gives every parameter, in the order of the files, to `assign(name, read)`, which reads what it needs of it."""
     for name in weights.names():

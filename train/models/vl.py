@@ -55,4 +55,4 @@ class Qwen3VL(FoundationModel):
         return self.model.language_model
 
     def encode(self, inputs: ModelInputs) -> MediaEmbeddings:
-        return encode_vision(self.model.visual, inputs)
+        return self.hear(inputs, encode_vision(self.model.visual, inputs))

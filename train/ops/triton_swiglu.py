@@ -48,7 +48,7 @@ class _SwiGlu(torch.autograd.Function):
 @triton.jit
 def _forward_kernel(gate, up, out, stride_gate, stride_up, width, blocks, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # dense tensors are one long row
     mask = column < width
     g = tl.load(gate + row * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * stride_up + column, mask=mask, other=0.0).to(tl.float32)
@@ -58,7 +58,7 @@ def _forward_kernel(gate, up, out, stride_gate, stride_up, width, blocks, BLOCK:
 @triton.jit
 def _backward_kernel(gate, up, dout, dgate, dup, stride_gate, stride_up, width, blocks, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # dense tensors are one long row
     mask = column < width
     g = tl.load(gate + row * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * stride_up + column, mask=mask, other=0.0).to(tl.float32)

@@ -12,7 +12,8 @@ from torch import nn
 from schemas.errors import ConfigError
 from schemas.nearest import nearest_key
 from train.config import TrainConfig
-from train.config_trainer import OptimizerConfig
+from train.config_optimizer import OptimizerConfig
+from train.optim.muon_parameters import head_blocks, muon_names
 
 DEFAULT = "default"
 SHOWN = 8  # names in a message
@@ -46,25 +47,71 @@ def learning_rates(config: TrainConfig, towers: Mapping[str, str | None]) -> lis
 def parameter_groups(
     model: nn.Module, config: OptimizerConfig, rates: Sequence[LearningRate] = ()
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: params, lr, weight_decay, name, and base_lr, which the schedule scales. Frozen
-    parameters are in none. ConfigError: a pattern, class or name that matches nothing."""
+    """Groups for an optimizer: params, lr, weight_decay, name, base_lr, which the schedule scales, and kind, adamw or
+    muon, with Muon's own numbers. Frozen parameters are in none. The rate of a module scales Muon's by what it is to
+    `lr`. ConfigError: a pattern, class or name that matches nothing; muon without a matrix."""
     named = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    of = _rates(named, trained, config, rates)
+    plain = names_without_decay(model, config)
+    decays = _decays(named, config)
+    matrices = muon_names(model, plain) if config.type == "muon" else set()
+    if config.type == "muon" and not matrices:
+        raise ConfigError("train.optimizer.type: muon, but no trained parameter is a matrix for it; write adamw")
+    head_blocks(model, matrices, config)
+    groups: dict[tuple[str, float, float, str], dict[str, Any]] = {}
+    for name, parameter in trained.items():
+        label, lr = of[name]
+        kind = "muon" if name in matrices else "adamw"
+        usual = config.muon_weight_decay if kind == "muon" else config.weight_decay
+        decay = 0.0 if name in plain else decays.get(name, usual)
+        if kind == "muon":
+            lr *= config.muon_base_lr / config.lr
+        key = (label, lr, decay, kind)
+        if key not in groups:
+            title = _title(label, kind, decay, usual)
+            groups[key] = {"params": [], "lr": lr, "base_lr": lr, "weight_decay": decay, "name": title, "kind": kind}
+            groups[key] |= _muon_numbers(config) if kind == "muon" else {}
+        groups[key]["params"].append(parameter)
+    return list(groups.values())
+
+
+def _rates(
+    named: Mapping[str, Any], trained: Mapping[str, Any], config: OptimizerConfig, rates: Sequence[LearningRate]
+) -> dict[str, tuple[str, float]]:
+    """Label and learning rate of each trained parameter."""
     of = {name: (DEFAULT, config.lr) for name in trained}
     for rate in rates:
         found = matching(rate.pattern, named, rate.key)
         if not found & trained.keys():
             raise ConfigError(f"{rate.key}: {rate.pattern!r} names frozen parameters only; they have no learning rate")
         of |= {name: (rate.name, rate.lr) for name in found & trained.keys()}
-    plain = _without_decay(model, config)
-    groups: dict[tuple[str, float, float], dict[str, Any]] = {}
-    for name, parameter in trained.items():
-        label, lr = of[name]
-        decay = 0.0 if name in plain else config.weight_decay
-        title = f"{label}, no decay" if name in plain and config.weight_decay else label
-        new = {"params": [], "lr": lr, "base_lr": lr, "weight_decay": decay, "name": title}
-        groups.setdefault((label, lr, decay), new)["params"].append(parameter)
-    return list(groups.values())
+    return of
+
+
+def _decays(named: Mapping[str, Any], config: OptimizerConfig) -> dict[str, float]:
+    """Weight decay of parameters that have their own."""
+    found: dict[str, float] = {}
+    for pattern, decay in config.module_weight_decay.items():
+        found |= dict.fromkeys(matching(pattern, named, "train.optimizer.module_weight_decay"), decay)
+    return found
+
+
+def _title(label: str, kind: str, decay: float, usual: float) -> str:
+    parts = [label] if kind == "adamw" else ["muon"] if label == DEFAULT else [label, "muon"]
+    if decay != usual:
+        parts.append(f"decay {decay:g}" if decay else "no decay")
+    return ", ".join(parts)
+
+
+def _muon_numbers(config: OptimizerConfig) -> dict[str, Any]:
+    return {
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "adjust_lr_fn": config.muon_adjust_lr_fn,
+        "head_group_size": config.muon_head_group_size,
+        "head_split_modules": list(config.muon_head_split_modules),
+    }
 
 
 def matching(pattern: str, names: Iterable[str], key: str) -> set[str]:
@@ -87,7 +134,7 @@ def _paths(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
-def _without_decay(model: nn.Module, config: OptimizerConfig) -> set[str]:
+def names_without_decay(model: nn.Module, config: OptimizerConfig) -> set[str]:
     """Names of parameters whose module is of a class in no_decay_modules, or which have a part of no_decay_params."""
     found: set[str] = set()
     # the class that FSDP puts in front of a module's own has another name

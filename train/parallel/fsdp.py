@@ -17,9 +17,9 @@ from train.config_trainer import FsdpConfig, MixedPrecisionConfig
 from train.mesh import Mesh
 
 
-def needs_wrapping(mesh: Mesh, config: FsdpConfig) -> bool:
-    """False for one process that computes in the dtype of its parameters, where they are."""
-    return mesh.world_size > 1 or config.offload or config.mixed_precision.compute_dtype != "float32"
+def needs_wrapping(mesh: Mesh, config: FsdpConfig, master: torch.dtype = torch.float32) -> bool:
+    """False for one process that computes in the dtype of its parameters, where they are. master: that dtype."""
+    return mesh.world_size > 1 or config.offload or getattr(torch, config.mixed_precision.compute_dtype) != master
 
 
 def precision_policy(config: MixedPrecisionConfig) -> MixedPrecisionPolicy:

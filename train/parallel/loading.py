@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from schemas.errors import UnsupportedError
+from train.lora.apply import adapter_names
+from train.lora.plan import LoraPlan
 from train.models.hub_model import HubModel
 from train.models.initialize import initializers
 from train.models.loading import Assign, ReadSlice, load, open_weights, row_boxes
@@ -68,7 +70,8 @@ def fill_random(model: nn.Module, seed: int) -> None:
 
 def fill_from_hub(model: nn.Module, folder: Path, *, show: bool) -> None:
     """The weights of a directory in the Hugging Face layout. show: progress on stderr, on one rank."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    adapters = set(adapter_names(model))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name not in adapters}
     weights = open_weights(folder, shapes, native=not isinstance(model, HubModel))
     if not show:
         load(weights, assign_slices(model))
@@ -77,6 +80,27 @@ def fill_from_hub(model: nn.Module, folder: Path, *, show: bool) -> None:
     share = local / max(1, sum(parameter.numel() for parameter in model.parameters()))
     with progress(f"loading {folder.name}", int(weights.nbytes * share), "bytes") as advance:
         load(weights, assign_slices(model, advance))
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, plan: LoraPlan, seed: int) -> None:
+    """The adapters of a plan, by rule or from a file, and what else that file brings; the values do not depend on how
+    they are sharded."""
+    parameters = dict(model.named_parameters())
+
+    def slices(name: str, whole: Tensor) -> tuple[Tensor, Tensor]:
+        parameter = parameters[name]
+        return local_part(parameter), whole[tuple(slice(*bounds) for bounds in local_box(parameter))]
+
+    for name, value in plan.start(model, seed).items():
+        here, there = slices(name, value.make())
+        here.copy_(there)
+    file = plan.file
+    for name in file.copies if file is not None else ():
+        assert file is not None
+        here, there = slices(name, file.copy_of_base(name))
+        if not torch.equal(here.cpu(), there.to(here.dtype)):
+            raise UnsupportedError(f"{file.folder}: holds another {name} than the base; it was trained on another")
 
 
 def assign_slices(model: nn.Module, advance: Callable[[int], None] | None = None) -> Assign:

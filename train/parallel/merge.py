@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from train.models.foundation import FoundationModel, Merged
+from train.models.foundation import FoundationModel, Hearing, Merged
 from train.models.inputs import MediaEmbeddings, ModelInputs, RowExchange
 from train.models.spec import spec_of
 from train.models.vision import VisionTower
@@ -20,7 +20,7 @@ class SequenceMerge:
     """For `FoundationModel.merge`: one all-to-all for pictures, deepstack features included, and one for sound. Every
     rank takes part, whatever it encodes or receives; None for a tower that the model lacks."""
 
-    def __init__(self, group: ProcessGroup, vision: VisionTower | None, audio: nn.Module | None) -> None:
+    def __init__(self, group: ProcessGroup, vision: VisionTower | None, audio: nn.Module | Hearing | None) -> None:
         self.group, self.vision, self.audio = group, vision, audio
 
     def __call__(self, hidden: Tensor, media: MediaEmbeddings, inputs: ModelInputs) -> Merged:
@@ -42,7 +42,7 @@ class SequenceMerge:
         return hidden, rows if deepstack else None, deepstack
 
     def _bring(
-        self, made: Sequence[Tensor], parts: int, hidden: Tensor, exchange: RowExchange, tower: nn.Module
+        self, made: Sequence[Tensor], parts: int, hidden: Tensor, exchange: RowExchange, tower: nn.Module | Hearing
     ) -> tuple[Tensor, ...]:
         """[received, H] for each part of `made`, [sent, H] each; `made` is empty on a rank that encodes nothing."""
         width = hidden.shape[1]
@@ -58,12 +58,11 @@ class SequenceMerge:
 def apply_merge(model: FoundationModel, group: ProcessGroup) -> None:
     """Replaces the merge of a model that has towers."""
     names = spec_of(model).names
-    if names.visual is None:
-        return
-    vision = model.get_submodule(names.visual.rstrip("."))
-    assert isinstance(vision, VisionTower)
-    audio = None if names.audio is None else model.get_submodule(names.audio.rstrip("."))
-    model.merge = SequenceMerge(group, vision, audio)
+    vision = None if names.visual is None else model.get_submodule(names.visual.rstrip("."))
+    assert vision is None or isinstance(vision, VisionTower)
+    audio = model.frozen_audio if names.audio is None else model.get_submodule(names.audio.rstrip("."))
+    if vision is not None or audio is not None:
+        model.merge = SequenceMerge(group, vision, audio)
 
 
 def _required(exchange: RowExchange | None, kind: str) -> RowExchange:
@@ -72,5 +71,5 @@ def _required(exchange: RowExchange | None, kind: str) -> RowExchange:
     return exchange
 
 
-def _is_trained(tower: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in tower.parameters())
+def _is_trained(tower: nn.Module | Hearing) -> bool:
+    return isinstance(tower, nn.Module) and any(parameter.requires_grad for parameter in tower.parameters())

@@ -25,7 +25,7 @@ def save_model(name: str, folder: Path, layout: str = "v5", names: str = "hub", 
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     weights = hub_names(reference)
-    files = {_named(key, names): value for key, value in _laid_out(weights, layout).items()}
+    files = {_named(key, names): value for key, value in laid_out(weights, layout).items()}
     if how.get("with_head"):
         files["lm_head.weight"] = next(v for k, v in weights.items() if k.endswith("embed_tokens.weight")).clone()
     write(folder, files)
@@ -37,7 +37,8 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
 
 
-def _laid_out(weights: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+def laid_out(weights: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """The experts of native weights in one of the three layouts."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
         if ".experts." not in name or layout == "v5":

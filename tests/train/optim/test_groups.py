@@ -5,15 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.errors import ConfigError, UnsupportedError
+from schemas.errors import ConfigError
 from schemas.strict import check_config
 from tests.train.models import families
 from train.config import TrainConfig
-from train.config_trainer import OptimizerConfig
+from train.config_optimizer import OptimizerConfig
 from train.models.omni_thinker import OmniThinker
 from train.ops.registry import eager_ops
-from train.optim.adamw import fill_missing_gradients, make_optimizer
+from train.optim.adamw import fill_missing_gradients
+from train.optim.build import make_optimizer
 from train.optim.groups import learning_rates, parameter_groups
+from train.optim.muon_parameters import head_blocks, muon_names
 
 TOWERS = {"vit": "visual.", "audio": "audio_tower."}
 
@@ -103,9 +105,11 @@ def test_a_model_without_towers() -> None:
 
 
 def test_adamw_is_torchs_and_unused_parameters_go_on() -> None:
-    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    model = torch.nn.ParameterDict({"used": torch.ones(3), "unused": torch.ones(3)})
+    used, unused = model["used"], model["unused"]
     config = OptimizerConfig(lr=0.1, betas=[0.8, 0.9], eps=1e-6)
-    optimizer = make_optimizer([{"params": [used, unused], "lr": 0.1, "weight_decay": 0.5}], config)
+    optimizer = make_optimizer(model, [{"params": [used, unused], "lr": 0.1, "weight_decay": 0.5}], config)
+    assert type(optimizer) is torch.optim.AdamW
     used.grad = torch.tensor([1.0, -2.0, 0.0])
     fill_missing_gradients(optimizer)
     optimizer.step()
@@ -115,7 +119,100 @@ def test_adamw_is_torchs_and_unused_parameters_go_on() -> None:
     assert len(optimizer.state) == 2
 
 
-@pytest.mark.parametrize(("keys", "said"), [({"type": "muon"}, "muon"), ({"state_dtype": "bf16"}, "bf16")])
-def test_what_is_not_built_is_refused(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
-        make_optimizer([{"params": [torch.nn.Parameter(torch.ones(1))]}], check_config(keys, OptimizerConfig))
+def kinds(found: OmniThinker, **keys: Any) -> dict[str, dict[str, Any]]:
+    names = {id(parameter): name for name, parameter in found.named_parameters()}
+    return {names[id(parameter)]: group for group in groups(found, **keys) for parameter in group["params"]}
+
+
+def test_muon_takes_matrices_but_not_embeddings_head_routers_and_convolutions() -> None:
+    found = model()
+    made = kinds(found, optimizer={"type": "muon"})
+    muon = {name for name, group in made.items() if group["kind"] == "muon"}
+    shapes = {name: parameter.ndim for name, parameter in found.named_parameters()}
+    others = {name for name in made if name not in muon and shapes[name] in (2, 3)}
+    assert others == {
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "visual.pos_embed.weight",
+        *(name for name in made if name.endswith("mlp.gate.weight")),
+    }
+    assert all(shapes[name] in (2, 3) for name in muon)
+    assert {"model.layers.1.mlp.experts.gate_up_proj", "visual.blocks.0.attn.qkv.weight"} <= muon
+
+
+def test_rates_and_decay_of_modules_hold_for_muon() -> None:
+    given = {"type": "muon", "lr": 1e-3, "muon_lr": 2e-2, "muon_weight_decay": 0.1, "weight_decay": 0.2}
+    given |= {"module_weight_decay": {"visual": 0.3}}
+    made = kinds(model(), vit_lr=1e-4, optimizer=given)
+    expected = {
+        "model.layers.0.self_attn.q_proj.weight": ("muon", 2e-2, 0.1, "muon"),
+        "visual.blocks.0.attn.qkv.weight": ("muon", 2e-3, 0.3, "vit, muon, decay 0.3"),
+        "visual.blocks.0.norm1.weight": ("adamw", 1e-4, 0.3, "vit, decay 0.3"),
+        "lm_head.weight": ("adamw", 1e-3, 0.2, "default"),
+    }
+    for name, (kind, lr, decay, title) in expected.items():
+        group = made[name]
+        assert (group["kind"], group["weight_decay"], group["name"]) == (kind, decay, title)
+        assert group["lr"] == group["base_lr"] == pytest.approx(lr)
+
+
+@pytest.mark.parametrize(("how", "factor"), [("match_rms_adamw", 1.0), ("original", 25.0)])
+def test_muon_without_its_own_rate(how: str, factor: float) -> None:
+    made = kinds(model(), optimizer={"type": "muon", "lr": 1e-3, "muon_adjust_lr_fn": how})
+    assert made["model.layers.0.self_attn.q_proj.weight"]["lr"] == pytest.approx(factor * 1e-3)
+
+
+def test_what_must_not_decay_is_not_muons() -> None:
+    made = kinds(model(), optimizer={"type": "muon", "no_decay_params": ["q_proj"]})
+    assert made["model.layers.0.self_attn.q_proj.weight"]["kind"] == "adamw"
+    with pytest.raises(ConfigError, match="muon, but no trained parameter is a matrix"):
+        groups(model(), optimizer={"type": "muon", "no_decay_params": ["weight", "_proj"]})
+
+
+@pytest.mark.parametrize(
+    ("size", "modules", "said"),
+    [
+        (3, ["q_proj"], "muon_head_group_size: 3 does not divide the"),
+        (1, ["q_porj"], "in a module 'q_porj'; did you mean 'q_proj'?"),
+        (1, ["gate_proj"], "in a module 'gate_proj'"),
+        (1, ["linear_fc1"], "states no number of heads"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(size: int, modules: list[str], said: str) -> None:
+    keys = {"type": "muon", "muon_head_group_size": size, "muon_head_split_modules": modules}
+    with pytest.raises(ConfigError) as caught:
+        groups(model(), optimizer=keys)
+    assert said in str(caught.value)
+
+
+def test_blocks_of_heads() -> None:
+    found = model()
+    config = check_config(
+        {"type": "muon", "muon_head_group_size": 2, "muon_head_split_modules": ["q_proj", "qkv"]}, OptimizerConfig
+    )
+    blocks = head_blocks(found, muon_names(found), config)
+    text, vision = found.config.text_config, found.config.vision_config
+    assert blocks["model.layers.0.self_attn.q_proj.weight"] == text.num_attention_heads // 2
+    assert blocks["visual.blocks.0.attn.qkv.weight"] == 3 * vision.num_heads // 2
+    assert not any("k_proj" in name for name in blocks)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"muon_head_group_size": 1}, "go together"),
+        ({"muon_head_split_modules": ["q_proj"]}, "go together"),
+        ({"muon_ns_coefficients": [[3.0, -4.0, 2.0]] * 3}, "has 3 triples for muon_ns_steps 5"),
+        ({"muon_ns_steps": 100}, "muon_ns_steps"),
+        ({"muon_head_group_size": -1}, "muon_head_group_size"),
+    ],
+)
+def test_keys_of_muon_that_do_not_fit(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_config({"type": "muon"} | keys, OptimizerConfig)
+
+
+def test_bf16_masters_need_bf16_computation() -> None:
+    exact = {"fsdp_config": {"mixed_precision": {"enable": False}}}
+    with pytest.raises(ConfigError, match=r"master_dtype bf16 needs mixed_precision"):
+        check_config({"optimizer": {"master_dtype": "bf16"}, "accelerator": exact}, TrainConfig)

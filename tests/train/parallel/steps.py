@@ -20,6 +20,7 @@ from train.config_trainer import AcceleratorConfig, OptimizerConfig
 from train.data.batch import Batch
 from train.mesh import Mesh
 from train.model_build import set_gradient_checkpointing, share_router
+from train.models.checkpointing import CheckpointPolicy
 from train.models.foundation import FoundationModel
 from train.models.inputs import IGNORE
 from train.models.omni_thinker import OmniThinker
@@ -113,7 +114,7 @@ def make_parts(
     accelerator: dict[str, Any],
     model: FoundationModel,
     *,
-    checkpointing: bool = False,
+    checkpointing: bool | CheckpointPolicy = False,
     max_grad_norm: float = 0.0,
     device: torch.device | str = "cpu",
 ) -> StepParts:
@@ -121,7 +122,8 @@ def make_parts(
     config = check_config({"fsdp_config": FP32} | accelerator, AcceleratorConfig)
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mesh = Mesh.make(config, world, rank, torch.device(device))
-    set_gradient_checkpointing(model, checkpointing)
+    policy = CheckpointPolicy() if checkpointing is True else checkpointing or None
+    set_gradient_checkpointing(model, policy)
     share_router(model, mesh)
     if needs_wrapping(mesh, config.fsdp_config):
         apply_parallel(model, fsdp_blocks(model), mesh, config.fsdp_config)

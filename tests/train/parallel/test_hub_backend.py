@@ -18,6 +18,7 @@ from tests.train.parallel.steps import FP32, LR, STEPS, Outcome, Recorder, asser
 from train.config import ModelConfig, TrainConfig
 from train.mesh import Mesh
 from train.model_build import ModelFiles, build_model, parallelize, set_gradient_checkpointing
+from train.models.checkpointing import CheckpointPolicy
 from train.ops.registry import eager_ops
 from train.optim.groups import parameter_groups
 from train.optim.schedule import LrScheduler, Schedule
@@ -47,7 +48,7 @@ def run(folder: Path, *, random: bool, **train: Any) -> Outcome:
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mesh = Mesh.make(config.accelerator, world, rank, torch.device("cpu"))
     model = build_model(model_config, eager_ops())
-    set_gradient_checkpointing(model, enable=True)
+    set_gradient_checkpointing(model, CheckpointPolicy())
     parallelize(model, mesh, config, ModelFiles.of(model_config), fill=True)
     optimizer = Recorder(parameter_groups(model, config.optimizer), model)
     constant = config.optimizer.model_copy(update={"lr": LR, "lr_decay_style": "constant"})

@@ -1,0 +1,102 @@
+"""The optimizers' kernels against plain torch and float64; the same random bits as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.train.ops.triton_cases import DEVICE, ON_GPU, gpu, kernels_can_run, relative_error
+from train.ops import triton_adamw, triton_muon, triton_symmetric
+from train.optim.adamw import AdamWNumbers, AdamWTensors, _update
+from train.optim.rounding import Draws, Place, round_to
+
+F32, BF16 = torch.float32, torch.bfloat16
+EXACT = {F32: 2e-6, torch.float16: 1e-3, BF16: 5e-3 if ON_GPU else 8e-3}
+PLACES = [Place(0, 700, 700), Place(5_000_000_123, 100, 300), Place(12, 35, 7 * 35)]
+
+
+def setup_module() -> None:
+    kernels_can_run()
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 16, 8), (1, 72, 40), (3, 40, 72), (2, 48, 16), gpu((4, 1536, 2048)), gpu((4, 2048, 768)), gpu((3, 520, 1000))],
+    ids=str,
+)
+def test_symmetric_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x = (torch.randn(shape, device=DEVICE) / shape[2] ** 0.5).to(dtype)
+    for found, exact in (
+        (triton_symmetric.symmetric(x, x), x.double() @ x.double().mT),
+        (triton_symmetric.gram_columns(x), x.double().mT @ x.double()),
+    ):
+        assert relative_error(found, exact) < EXACT[dtype]
+        assert torch.equal(found, found.mT)
+    gram = triton_symmetric.symmetric(x, x)
+    wide = gram.double()
+    made = triton_symmetric.symmetric(gram, gram, 2.5, gram, -4.0)
+    assert relative_error(made, 2.5 * wide @ wide - 4.0 * wide) < EXACT[dtype]
+    assert relative_error(triton_symmetric.symmetric(gram, made, 1.0), wide @ made.double()) < 2 * EXACT[dtype]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (F32, BF16), (BF16, F32), (F32, F32)], ids=str)
+@pytest.mark.parametrize("random", [True, False])
+def test_adamw(place: Place, dtypes: tuple[torch.dtype, torch.dtype], random: bool) -> None:
+    size, (kept, state) = 700, dtypes
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(size, generator=generator) for _ in range(4)]
+    values[3] = values[3].square() * 1e-2
+    numbers = AdamWNumbers(1e-2, 0.9, 0.99, 1e-8, 0.1, 7)
+    draws = (Draws.of(1, 7, "w", "parameter", place), Draws.of(1, 7, "w", "exp_avg_sq", place)) if random else None
+    tensors = [v.to(t) for v, t in zip(values, (kept, kept, state, state), strict=True)]
+    ours, plain = (AdamWTensors(*(t.clone().to(where) for t in tensors)) for where in (DEVICE, "cpu"))
+    triton_adamw.adamw(ours, numbers, draws)
+    _update(plain, numbers, draws, 0)
+    for name in ("parameter", "exp_avg", "exp_avg_sq"):
+        got, want = getattr(ours, name).cpu(), getattr(plain, name)
+        if got.dtype == BF16 and (random or ON_GPU):  # but where the last bit of float32 decides
+            assert (got == want).float().mean() > 0.995, name
+        assert torch.allclose(got.float(), want.float(), rtol=8e-3 if got.dtype == BF16 else 1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("start", [0, 2100])
+def test_rounding_draws_the_same_bits(place: Place, start: int) -> None:
+    """Bit for bit: values that float32 holds exactly leave the rounding alone."""
+    size = 700
+    parameter = torch.randn(size).to(BF16)
+    direction = torch.randn(size).to(torch.float16)
+    draws = Draws.of(3, 2, "layer.weight", "parameter", place)
+    got = parameter.clone().to(DEVICE)
+    triton_muon.change(got, direction.to(DEVICE), 1.0, 0.25, draws, start)
+    want = parameter.clone()
+    exact = parameter.float() - 0.25 * direction.float()
+    round_to(want, exact, draws.bits(start, start + size, torch.device("cpu")))
+    assert torch.equal(got.cpu(), want)
+    nearest = exact.to(BF16)
+    assert 0.2 < float((want != nearest).float().mean()) < 0.6
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0], dtype=F32).to(BF16).to(DEVICE)
+    triton_muon.change(special, torch.zeros(4, device=DEVICE), 1.0, 0.0, draws, 0)
+    assert special.isnan().tolist() == [True, False, False, False]
+    assert special[1:].tolist() == [float("inf"), -float("inf"), 0.0]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtypes", [(F32, F32, BF16), (BF16, BF16, BF16), (F32, BF16, F32)], ids=str)
+def test_average(dtypes: tuple[torch.dtype, ...], nesterov: bool) -> None:
+    size, momentum = 3000, 0.9
+    gradient, buffer = torch.randn(size).to(dtypes[0]), torch.randn(size).to(dtypes[1])
+    out = torch.empty(size, dtype=dtypes[2], device=DEVICE)
+    draws = Draws.of(3, 2, "w", "momentum_buffer", PLACES[1])
+    got = buffer.clone().to(DEVICE)
+    triton_muon.average(gradient.to(DEVICE), got, out, momentum, nesterov, draws, 0)
+    updated = buffer.double().lerp(gradient.double(), 1 - momentum)
+    mixed = gradient.double().lerp(updated, momentum) if nesterov else updated
+    limits = {F32: 1e-6, BF16: 4e-3 if ON_GPU else 8e-3}
+    assert relative_error(out.cpu(), mixed) < limits[dtypes[2]]
+    want = torch.empty_like(buffer)
+    round_to(want, updated.float(), draws.bits(0, size, torch.device("cpu")))
+    assert (got.cpu() == want).float().mean() > (0.99 if dtypes[1] == BF16 else 0.0)
+    assert relative_error(got.cpu(), updated) < (1e-6 if dtypes[1] == F32 else 8e-3)

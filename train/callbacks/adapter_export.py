@@ -1,0 +1,60 @@
+"""Exports the adapters of a LoRA training as PEFT has them: every `checkpoint.hf_save_steps`, and at the end if
+`checkpoint.save_hf_weights`. They are small: they are gathered and written at once, to output_dir/hf/step_N."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from schemas.errors import OmniloomError
+from train.callbacks.base import Callback
+from train.export import HF_FOLDER
+from train.lora.write import AdapterWriter, trained_tensors, write_adapter
+
+if TYPE_CHECKING:
+    from train.step import StepResult
+    from train.trainer import BaseTrainer
+
+PER_EXPERT = "per_expert"  # folder beside the steps, for engines that want a pair for each projection of each expert
+
+log = logging.getLogger("omniloom.train")
+
+
+class AdapterExportCallback(Callback):
+    """Every rank has one; rank 0 writes. per_expert: also under the names that engines have for single experts."""
+
+    def __init__(self, output_dir: Path, *, rank: int, per_expert: bool = False) -> None:
+        self.folder, self.rank, self.per_expert = output_dir / HF_FOLDER, rank, per_expert
+        self._last: int | None = None
+        self._faults: list[OmniloomError] = []
+
+    def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
+        every = trainer.args.train.checkpoint.hf_save_steps
+        if every and trainer.state.step % every == 0:
+            self.export(trainer)
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        if trainer.args.train.checkpoint.save_hf_weights and self._last != trainer.state.step:
+            self.export(trainer)
+        if self._faults:
+            raise self._faults[0]
+
+    def export(self, trainer: BaseTrainer) -> None:
+        """Of the step that was taken last; a collective call. What cannot be written is told at the end of training."""
+        self._last = trainer.state.step
+        trained = trained_tensors(trainer.model, keep=self.rank == 0)
+        if self.rank != 0:
+            return
+        assert trainer.lora is not None, "adapters are exported of a training that has them"
+        base = trainer.files.weights or trainer.files.config
+        writer = AdapterWriter(trainer.model, str(base), trainer.lora.config.lora_dropout)
+        name = f"step_{trainer.state.step}"
+        try:
+            write_adapter(self.folder / name, writer.tensors(trained), writer.settings())
+            log.info("%s: the adapter is exported", self.folder / name)
+            if self.per_expert:
+                write_adapter(self.folder / PER_EXPERT / name, *writer.per_expert(trained))
+        except OmniloomError as error:
+            log.warning("%s", error)
+            self._faults.append(error)
