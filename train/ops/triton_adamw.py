@@ -89,7 +89,7 @@ def _store(to, at, value, bits, mask, RANDOM: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["size", "first_0", "first_1", "second_0", "second_1", "base", "inner", "stride"],
+    do_not_specialize=["first_0", "first_1", "second_0", "second_1", "base", "inner", "stride"],
 )
 def _adamw_kernel(
     parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, root,

@@ -53,7 +53,7 @@ def moe_experts(
             f"{down.dtype}; cast the experts to the dtype that the model computes in"
         )
     factors = _factors(lora, x.dtype) if lora is not None else (None,) * 5
-    tensors = (x.contiguous(), weights.float().contiguous(), gate_up.contiguous(), down.contiguous(), *factors)
+    tensors = (x.contiguous(), weights.float().contiguous(), _dense(gate_up), _dense(down), *factors)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return _Experts.apply(expert_ids, keep, *tensors)
 
@@ -119,6 +119,12 @@ def _low_backward(dz: Tensor, low: Tensor, gate_b: Tensor, up_b: Tensor, routing
     dlow = torch.cat([row_products(part, b, routing, transposed=False) for part, _, b in halves], dim=1)
     dgate_b, dup_b = (weight_gradient(part, half, routing, shared=b.shape[0] == 1) for part, half, b in halves)
     return dlow, dgate_b, dup_b
+
+
+def _dense(weights: Tensor) -> Tensor:
+    """Contiguous and beginning at a multiple of 16 bytes, as descriptors want: a copy of what lies otherwise."""
+    weights = weights.contiguous()
+    return weights.clone() if weights.storage_offset() * weights.element_size() % 16 else weights
 
 
 def _factors(lora: ExpertLora, dtype: torch.dtype) -> Factors:

@@ -14,6 +14,7 @@ from torch import Tensor
 from train.ops.triton_adamw import Key
 from train.ops.triton_rounding import draw, round_up_or_down, whole_index
 
+# sizes are specialised on (a multiple of 16 or not): else masks break every load into single elements
 BLOCK = 2048
 
 
@@ -61,7 +62,7 @@ def _store(
         tl.store(to + at, value.to(to.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["size", "word_0", "word_1", "start", "base", "inner", "stride"])
+@triton.jit(do_not_specialize=["word_0", "word_1", "start", "base", "inner", "stride"])
 def _average_kernel(
     gradient, buffer, out, size, momentum, word_0, word_1, start, base, inner, stride,
     NESTEROV: tl.constexpr, RANDOM: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
@@ -78,7 +79,7 @@ def _average_kernel(
     _store(buffer, at, m, mask, word_0, word_1, start, base, inner, stride, RANDOM, DENSE)
 
 
-@triton.jit(do_not_specialize=["count", "word_0", "word_1", "start", "base", "inner", "stride"])
+@triton.jit(do_not_specialize=["word_0", "word_1", "start", "base", "inner", "stride"])
 def _change_kernel(
     parameter, direction, count, kept, size, word_0, word_1, start, base, inner, stride,
     RANDOM: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,

@@ -147,6 +147,18 @@ def test_a_second_backward_pass_is_refused() -> None:
         out.backward()
 
 
+def test_weights_at_any_place_of_a_buffer() -> None:
+    """Descriptors begin at multiples of 16 bytes; a view of a flat buffer may not."""
+    ids, weights = choose(9, 3, 2)
+    x, (gate_up, down) = draw(9, 16, seed=7), parameters(3, 16, 8)
+    flat = [torch.cat((t.new_zeros(1), t.reshape(-1))).requires_grad_() for t in (gate_up, down)]
+    views = [whole[1:].view(t.shape) for whole, t in zip(flat, (gate_up, down), strict=True)]
+    out = moe_experts(x, ids, weights, *views)
+    assert torch.equal(out, moe_experts(x, ids, weights, gate_up, down))
+    out.sum().backward()
+    assert all(whole.grad is not None and whole.grad[1:].any() and not whole.grad[0] for whole in flat)
+
+
 def test_sizes_that_descriptors_cannot_take_are_refused() -> None:
     ids, weights = choose(5, 3, 2)
     with pytest.raises(UnsupportedError, match=r"multiples of 4 .*not hidden size 16 and expert width 10"):
