@@ -175,6 +175,7 @@ def test_the_manifest_tells_the_truth_about_its_files() -> None:
         "demo.jsonl",
         "make_assets.sh",
         "make_tokenizer.py",
+        "tiny_pseudo_vl",
         "tiny_qwen3_omni",
         "tokenizer",
     }

@@ -234,11 +234,13 @@ def _batches(loader: DataLoader[Batch | Failure], fetcher: ShardFetcher | None) 
             unit, made = next(units)
         except StopIteration:
             return
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader "):
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            # a worker that is killed while it hands over a batch ends the connection
+            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader "):
                 raise
+            said = (str(error) or type(error).__name__).splitlines()[0]
             raise OmniloomError(
-                f"{str(error).splitlines()[0]}; a worker was killed, often for lack of memory, or hangs: lower "
+                f"{said}; a worker was killed, often for lack of memory, or hangs: lower "
                 "data.dataloader.num_workers or prefetch_factor, and go on from the last checkpoint"
             ) from error
         if isinstance(made, Failure):

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -26,6 +26,7 @@ from tests.train.data.loading import Setup, data_config, keys_of, omni_assets, w
 from train.config import BatchConfig
 from train.data import device
 from train.data.batch import Batch
+from train.data.loader import _batches
 from train.data.prepare import open_data, plan_notes
 from train.data.rank_plan import DataRank
 
@@ -345,6 +346,16 @@ def test_batches_of_workers_hold_no_file_descriptors_and_a_killed_worker_is_told
     worker.kill()
     with pytest.raises(OmniloomError, match="a worker was killed, often for lack of memory"):
         list(iterator)
+
+
+@pytest.mark.parametrize("fault", [ConnectionResetError(104, "Connection reset by peer"), EOFError()], ids=repr)
+def test_a_worker_killed_while_it_hands_over_a_batch_is_told(fault: Exception) -> None:
+    def received() -> Iterator[Batch]:
+        raise fault
+        yield  # a generator
+
+    with pytest.raises(OmniloomError, match="a worker was killed, often for lack of memory"):
+        list(_batches(cast(Any, received()), None))
 
 
 def test_the_end_does_not_wait_for_a_batch_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,8 +132,8 @@ def test_frozen_parts_are_left_out_by_declaration() -> None:
     assert set(plan.names) == {n for n in everything.names if not n.startswith(("thinker.visual", "thinker.audio"))}
     assert all(name.startswith(("visual.", "audio_tower.")) for name in plan.skipped)
     assert [name for name, _ in export_tensors(model, skip=["visual", "audio_tower"])] == plan.names
-    with pytest.raises(ConfigError, match=r"skip: 'vizual' matches no module or parameter; did you mean 'visual'\?"):
-        plan_export(model, skip=["vizual"])
+    with pytest.raises(ConfigError, match=r"skip: 'visuals' matches no module or parameter; did you mean 'visual'\?"):
+        plan_export(model, skip=["visuals"])
 
 
 def test_what_has_no_name_in_the_files_fails_at_the_call() -> None:
