@@ -11,6 +11,8 @@ hash = $(shell git hash-object $(1) | cut -c 1-12)
 PACKAGES := $(VENV)/.packages-$(call hash,requirements.lock)
 INSTALLED := $(VENV)/.installed-$(call hash,requirements.lock)-$(call hash,pyproject.toml)
 PYTEST_ARGS ?=
+# two processes, each with whole files; PARALLEL= runs all in one
+PARALLEL ?= -n 2 --dist loadfile
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -22,7 +24,7 @@ demo: $(INSTALLED)  ## real clips -> shards -> verified -> a page to look at, in
 	$(BIN)/omniloom demo $(DEMO_ARGS)
 
 test: $(INSTALLED)  ## all tests but the slow ones (many processes, minutes)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(INSTALLED)  ## the slow ones, too: for changes of train/parallel and train/data
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
