@@ -18,7 +18,7 @@ class MuonConfig(Strict):
     muon_nesterov: orthogonalise the gradient mixed with the average instead of the average; muon_weight_decay: of its
     matrices, decoupled; muon_ns_steps: Newton-Schulz steps; muon_ns_coefficients: a, b, c of a x + b x^3 + c x^5, or
     one such triple for each step; muon_ns_dtype: in which matrices are orthogonalised, fp16 (on their Gram matrices
-    where that is less work), bf16 or fp32; muon_eps: least norm that a matrix is divided by; muon_adjust_lr_fn:
+    where that is faster), bf16 or fp32; muon_eps: least norm that a matrix is divided by; muon_adjust_lr_fn:
     match_rms_adamw gives updates the size of AdamW's, original their own; muon_head_group_size: heads of a block that
     is orthogonalised alone (Muon Split), 0 = whole matrices; muon_head_split_modules: names of the projections that are
     split so, e.g. q_proj."""

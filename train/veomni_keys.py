@@ -80,7 +80,7 @@ VEOMNI_KEYS: dict[str, Instead] = {
     "train.optimizer.muon_gram_ns_reset_iterations": Instead(None, "not needed: it starts anew after the second step"),
     "train.optimizer.muon_ns_implementation": Instead(
         "train.optimizer.muon_ns_dtype",
-        "fp16 takes the Gram form where that is less work, others the standard one",
+        "fp16 takes the Gram form where that is faster, others the standard one",
     ),
     "train.accelerator.tp_size": Instead("train.accelerator.ulysses_size", "tensor parallelism is not supported"),
     "train.accelerator.pp_size": Instead(None, f"{_NOT_HERE}: FSDP shards the layers"),

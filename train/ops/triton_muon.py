@@ -1,4 +1,7 @@
-"""What Muon does element by element, in one kernel before the orthogonalisation and one after it."""
+"""What Muon does element by element, in one kernel before the orthogonalisation and one after it.
+
+One H200, a layer's 604 M elements in bfloat16: a step takes 2.4 ms more than its Newton-Schulz alone; the bytes of both
+kernels take 2.0 ms at the copy rate. Before sizes were specialised on it was 4.9 ms."""
 
 # kernels take pointers, which have no type here
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
