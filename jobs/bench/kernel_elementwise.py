@@ -11,8 +11,9 @@ from jobs.bench.claims import Claim, at_least
 from jobs.bench.kernel_peers import find
 from jobs.bench.kernel_timing import Run, copy_rate, milliseconds
 from train.ops.triton_norm import rms_norm
-from train.ops.triton_rope import qk_norm_rope, vision_rope
+from train.ops.triton_rope import qk_norm_rope
 from train.ops.triton_swiglu import swiglu
+from train.ops.triton_vision_rope import vision_rope
 
 TOKENS, HIDDEN, EPS = 32768, 2048, 1e-6
 NORM_SHARE, SWIGLU_SHARE, ROPE_SHARE, OVER_APART = 85.0, 97.0, 88.0, 1.7
@@ -81,9 +82,8 @@ def rope_claims() -> list[Claim]:
     vision = [draw(TOKENS, 16, 72) for _ in range(2)]
     angles = [torch.rand(TOKENS, 36, device="cuda") for _ in range(2)]
     moved = 4 * sum(x.numel() for x in vision) + 8 * angles[0].numel()
-    found.append(
-        share("vision rope, 16 heads of 72, of the copy rate", lambda: vision_rope(*vision, *angles), moved, None)[0]
-    )
+    name = "vision rope, 16 heads of 72, of the copy rate"
+    found.append(share(name, lambda: vision_rope(*vision, *angles), moved, ROPE_SHARE)[0])
     return found
 
 

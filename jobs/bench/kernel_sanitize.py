@@ -25,10 +25,11 @@ from train.ops.triton_linear_cross_entropy import linear_cross_entropy
 from train.ops.triton_moe import moe_experts
 from train.ops.triton_muon import average, change
 from train.ops.triton_norm import rms_norm
-from train.ops.triton_rope import qk_norm_rope, vision_rope
+from train.ops.triton_rope import qk_norm_rope
 from train.ops.triton_router import router_statistics
 from train.ops.triton_swiglu import swiglu
 from train.ops.triton_symmetric import gram_columns, symmetric
+from train.ops.triton_vision_rope import vision_rope
 from train.optim.adamw import AdamWNumbers, AdamWTensors
 from train.optim.rounding import Draws, Place
 

@@ -126,7 +126,7 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
     ),
     "rms_norm": ("rms_norm_implementation", _pointwise("rms_norm", "norm", "triton_norm")),
     "qk_norm_rope": ("rotary_pos_emb_implementation", _pointwise("qk_norm_rope", "rope", "triton_rope")),
-    "vision_rope": ("rotary_pos_emb_vision_implementation", _pointwise("vision_rope", "rope", "triton_rope")),
+    "vision_rope": ("rotary_pos_emb_vision_implementation", _pointwise("vision_rope", "rope", "triton_vision_rope")),
     "swiglu": ("swiglu_mlp_implementation", _pointwise("swiglu", "swiglu", "triton_swiglu")),
     "router_statistics": (
         "load_balancing_loss_implementation",

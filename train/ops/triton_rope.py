@@ -31,14 +31,7 @@ def qk_norm_rope(
     """(q, k): each head divided by its rms and multiplied by the weight (left out where the weight is None), then
     turned by the angles. q: [T, Hq, D]; k: [T, Hkv, D]; weights: [D]; cos, sin: float32 [T, R], without gradient.
     Rows of q and k may lie apart, as in a view of a joint projection. Computed in float32, rounded once."""
-    return _NormRope.apply(
-        _dense_heads(q), _dense_heads(k), q_weight, k_weight, cos.contiguous(), sin.contiguous(), eps
-    )
-
-
-def vision_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, k) turned by the angles. q, k: [T, H, D]; cos, sin: float32 [T, D/2]."""
-    return qk_norm_rope(q, k, None, None, cos, sin, 0.0)
+    return _NormRope.apply(dense_heads(q), dense_heads(k), q_weight, k_weight, cos.contiguous(), sin.contiguous(), eps)
 
 
 class _NormRope(torch.autograd.Function):
@@ -242,6 +235,6 @@ def _shape(q: Tensor, k: Tensor, cos: Tensor) -> dict[str, int]:
     return {**heads, **padded, "D": dim, "R": pairs, "BR": triton.next_power_of_2(pairs), "REST": rest}
 
 
-def _dense_heads(x: Tensor) -> Tensor:
+def dense_heads(x: Tensor) -> Tensor:
     """x [T, heads, D] whose heads lie side by side; rows may lie apart."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

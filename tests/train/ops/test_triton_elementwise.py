@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from tests.train.ops.triton_cases import DEVICE, DTYPES, assert_same, gpu, kernels_can_run
-from train.ops import norm, rope, router, swiglu, triton_norm, triton_rope, triton_router, triton_swiglu
+from train.ops import (
+    norm,
+    rope,
+    router,
+    swiglu,
+    triton_norm,
+    triton_rope,
+    triton_router,
+    triton_swiglu,
+    triton_vision_rope,
+)
 
 setup_module = kernels_can_run
 
@@ -70,15 +80,23 @@ def test_qk_norm_rope(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(9, 3, 12), (2, 1, 8), gpu(4097, 16, 72)])
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(9, 3, 12), (2, 1, 8), (23, 5, 22), (0, 2, 8), gpu(4097, 16, 72)])
 def test_vision_rope_of_views_of_one_projection(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     cos, sin = (draw(tokens, dim // 2, seed=seed).to(DEVICE) for seed in (3, 4))
     assert_same(
-        lambda x: triton_rope.vision_rope(x[:, 0], x[:, 1], cos, sin),
+        lambda x: triton_vision_rope.vision_rope(x[:, 0], x[:, 1], cos, sin),
         lambda x: rope.vision_rope(x[:, 0], x[:, 1], cos.double(), sin.double()),
         [draw(tokens, 3, heads, dim)],
         dtype,
     )
+
+
+def test_vision_rope_refuses_what_it_cannot_turn() -> None:
+    q, angles = draw(4, 2, 8).to(DEVICE), draw(4, 4).to(DEVICE)
+    with pytest.raises(ValueError, match=r"must be \[T, H, D\] twice"):
+        triton_vision_rope.vision_rope(q, q[:, :1], angles, angles)
+    with pytest.raises(ValueError, match=r"must be \[T, H, D\] twice"):
+        triton_vision_rope.vision_rope(q, q, angles[:, :3], angles[:, :3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.train.ops.triton_cases import DEVICE, ON_GPU, kernels_can_run, relative_error
-from train.ops import norm, rope, swiglu, triton_moe, triton_norm, triton_rope, triton_swiglu
+from train.ops import norm, rope, swiglu, triton_moe, triton_norm, triton_rope, triton_swiglu, triton_vision_rope
 
 setup_module = kernels_can_run
 
@@ -43,6 +43,14 @@ def test_rotary_embedding_of_rows_far_apart() -> None:
     cos, sin = (torch.rand(2, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in (3, 4))
     found = triton_rope.qk_norm_rope(q, k, None, None, cos, sin, 1e-6)
     expected = rope.qk_norm_rope(q.double(), k.double(), None, None, cos.double(), sin.double(), 1e-6)
+    assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-2
+
+
+def test_vision_rope_of_rows_far_apart() -> None:
+    q, k = far_apart(2, 16, seed=1), far_apart(2, 16, seed=2)
+    cos, sin = (torch.rand(2, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in (3, 4))
+    found = triton_vision_rope.vision_rope(q, k, cos, sin)
+    expected = rope.vision_rope(q.double(), k.double(), cos.double(), sin.double())
     assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-2
 
 
