@@ -23,7 +23,7 @@ from train.ops.lora_types import ExpertLora
 from train.ops.triton_adamw import adamw
 from train.ops.triton_linear_cross_entropy import linear_cross_entropy
 from train.ops.triton_moe import moe_experts
-from train.ops.triton_muon import average, change
+from train.ops.triton_muon import average, change, divide
 from train.ops.triton_norm import rms_norm
 from train.ops.triton_rope import qk_norm_rope
 from train.ops.triton_router import router_statistics
@@ -147,7 +147,9 @@ def optimizers() -> Found:
         found += [tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq, out, buffer]
     x = draw(2, 136, 72).detach()
     gram = symmetric(x, x)
-    return [*found, gram, gram_columns(x), symmetric(gram, gram, 2.5, gram, -4.0)]
+    divided = torch.empty(2, 136, 72, dtype=torch.float16, device=DEVICE)
+    divide(x, draw(2, 1, 1, dtype=FULL).detach().abs() + 1, out=divided)
+    return [*found, divided, gram, gram_columns(x), symmetric(gram, gram, 2.5, gram, -4.0)]
 
 
 PARTS: dict[str, Callable[[], Found]] = {

@@ -61,7 +61,8 @@ def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tuple[
     return out_q, out_k
 
 
-@triton.jit(do_not_specialize=["pairs"])
+# pairs are specialised on (a multiple of 16 or not): else masks break every load into single elements
+@triton.jit
 def _turn_kernel(
     q, k, cos, sin, out_q, out_k, stride_q, stride_k, pairs, sign, HEADS: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -40,7 +40,8 @@ class NewtonSchulz:
         """[B, M, K] in `dtype`; those of zeros stay zeros."""
         norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=_sum_dtype(matrices.dtype))
         x = torch.empty(matrices.shape, dtype=self.dtype, device=matrices.device)
-        torch.div(matrices, norms.clamp_(min=self.eps), out=x)  # in one pass, whatever the dtypes
+        divide = kernel("triton_muon:divide") if matrices.is_cuda else torch.div
+        divide(matrices.contiguous(), norms.clamp_(min=self.eps), out=x)  # in one pass, whatever the dtypes
         return self._by_gram(x) if self._gram_is_less(x) else self._standard(x)
 
     def _gram_is_less(self, x: Tensor) -> bool:

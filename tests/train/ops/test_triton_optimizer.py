@@ -100,3 +100,17 @@ def test_average(dtypes: tuple[torch.dtype, ...], nesterov: bool) -> None:
     round_to(want, updated.float(), draws.bits(0, size, torch.device("cpu")))
     assert (got.cpu() == want).float().mean() > (0.99 if dtypes[1] == BF16 else 0.0)
     assert relative_error(got.cpu(), updated) < (1e-6 if dtypes[1] == F32 else 8e-3)
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, torch.float16), (BF16, BF16), (F32, torch.float16)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 50, 43), (1, 1, 1), (2, 64, 64), (0, 4, 4), gpu((128, 768, 2048))], ids=str)
+def test_divide(shape: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    kept, wanted = dtypes
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(DEVICE, kept)
+    norms = torch.rand(shape[0], 1, 1, generator=torch.Generator().manual_seed(5)).to(DEVICE) + 0.5
+    out = torch.empty(shape, dtype=wanted, device=DEVICE)
+    triton_muon.divide(matrices, norms, out)
+    exact = matrices.double() / norms.double()
+    assert out.dtype == wanted
+    if matrices.numel():
+        assert relative_error(out, exact) < EXACT[wanted]
