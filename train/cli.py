@@ -1,4 +1,4 @@
-"""`omniloom train`: lengths, compare, run, validate.
+"""`omniloom train`: lengths, compare, logprobs, compare-logprobs, run, validate.
 
 Errors are raised as OmniloomError; the root command prints them as one line and exits with their code.
 """
@@ -9,6 +9,7 @@ import typer
 
 from train.compare_cli import compare
 from train.lengths_cli import lengths
+from train.logprobs_cli import compare_logprobs, logprobs
 from train.run_cli import OVERRIDES, run, validate
 
 app = typer.Typer(no_args_is_help=True, help="Train on packed shards.")
@@ -23,6 +24,8 @@ app.command()(compare)
 
 
 app.command(context_settings=OVERRIDES)(lengths)
+app.command(context_settings=OVERRIDES)(logprobs)
+app.command()(compare_logprobs)
 
 
 app.command(context_settings=OVERRIDES)(run)

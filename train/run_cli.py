@@ -58,12 +58,12 @@ def run_rank(settings: OmniConfig) -> None:
 
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    with _outcome(rank):
+    with outcome_told(rank):
         make_trainer(settings).train()
 
 
 @contextmanager
-def _outcome(rank: int) -> Iterator[None]:
+def outcome_told(rank: int) -> Iterator[None]:
     """Tells the launcher how it ended. With a launcher a rank that was stopped ends with 0, and one that failed leaves
     the message to it; without, the root command reports both."""
     launched = OUTCOME_VARIABLE in os.environ
