@@ -42,11 +42,17 @@ REJECT_REASONS: dict[str, str] = {
     "truncated": "the file ends before its header says, and rows.truncated is reject",
     "too_large": "the encoded sample does not fit a shard",
     "over_budget": "the clip cannot be brought under video.max_tokens",
+    "filtered_type": "the preprocessor's arguments ask for other types of row",
+    "filtered_source": "the preprocessor's arguments ask for other sources",
+    "filtered_media": "the row lacks a kind of media that the preprocessor's arguments ask for",
     "crashed": "the row killed its worker twice",
     "timeout": "the row took longer than rows.timeout_s",
     "oom": "the row took more memory than rows.max_memory_gb",
     "unexpected": "a fault of omniloom itself; the detail has the exception",
 }
+
+# left out because the configuration says so: no fault of the row
+FILTER_REASONS = frozenset({"filtered_type", "filtered_source", "filtered_media"})
 
 
 class OmniloomError(Exception):

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from train.config_lora import LoraConfig
+from train.config_objective import ObjectiveConfig
 from train.config_trainer import (
     AcceleratorConfig,
     CheckpointConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "MixedPrecisionConfig",
     "ModelConfig",
     "MultimodalConfig",
+    "ObjectiveConfig",
     "OmniConfig",
     "OpsImplementationConfig",
     "OptimizerConfig",
@@ -55,13 +57,15 @@ class DataSourceConfig(Strict):
     """One source of rows. path: a packed dataset (folder or s3://, gs:// URL), or text: a JSONL or Parquet file or a
     folder of them; name: in metrics and messages (null = the last part of the path); weight: how often each row is used
     per epoch: 1 = once, 2 = twice, 0.5 = in every second epoch; source_name: the preprocessor of a text source, which
-    a packed dataset already went through; source_args: passed to it."""
+    a packed dataset already went through; source_args: passed to it; rollouts: folder of recorded responses to its
+    rows, which take the place of their last answers, for train.objective.type grpo."""
 
     path: Annotated[str, Field(min_length=1)]
     name: str | None = None
     weight: PositiveFloat = 1.0
     source_name: str | None = None
     source_args: dict[str, str | int | float | bool | None] = Field(default={})
+    rollouts: Annotated[str, Field(min_length=1)] | None = None
 
     @property
     def label(self) -> str:
@@ -227,6 +231,10 @@ class EvaluationConfig(Strict):
     def _has_data(self) -> EvaluationConfig:
         if self.steps and not self.sources:
             raise ValueError(f"steps is {self.steps}, but there are no sources to evaluate on")
+        if recorded := [source.label for source in self.sources if source.rollouts is not None]:
+            raise ValueError(
+                f"source {recorded[0]!r} has rollouts; an evaluation is the cross-entropy of the data's own answers"
+            )
         return self
 
 
@@ -236,7 +244,7 @@ class TrainConfig(BatchConfig):
     trained; freeze_audio_tower: the audio tower is not trained; freeze_modules: modules that are not trained, by path
     or pattern; module_lr: learning rate of parameters by path or pattern, later ones win; vit_lr, audio_lr: of the
     towers, null = optimizer.lr; moe_load_balance_monitor_interval: expert loads are recorded every so many steps,
-    0 = never."""
+    0 = never; objective: what is minimised."""
 
     init_device: Literal["meta", "cpu", "cuda"] = "meta"
     deterministic: bool = False
@@ -255,6 +263,7 @@ class TrainConfig(BatchConfig):
     profile: ProfileConfig = ProfileConfig()
     memory: MemoryConfig = MemoryConfig()
     moe_load_balance_monitor_interval: NotNegative = 0
+    objective: ObjectiveConfig = ObjectiveConfig()
 
     @model_validator(mode="after")
     def _masters_are_not_below_the_copies(self) -> Self:
@@ -288,6 +297,22 @@ class OmniConfig(Strict):
     def _has_a_processor(self) -> OmniConfig:
         if not self.processor_folder:
             raise ValueError("data.processor_path is missing; without model.model_path there is no tokenizer to take")
+        return self
+
+    @model_validator(mode="after")
+    def _rollouts_are_of_grpo(self) -> OmniConfig:
+        wanted = self.train.objective.type == "grpo"
+        for number, source in enumerate(self.data.sources):
+            if wanted and source.rollouts is None:
+                raise ValueError(
+                    f"train.objective.type is grpo, but data.sources.{number} ({source.label}) has no rollouts; give "
+                    "the folder that a rollouts job wrote, or remove the source"
+                )
+            if not wanted and source.rollouts is not None:
+                raise ValueError(
+                    f"data.sources.{number}.rollouts is {source.rollouts!r}, but train.objective.type is "
+                    "cross_entropy; write grpo to train on them, or remove the key to train on the data's own answers"
+                )
         return self
 
     @property

@@ -30,13 +30,16 @@ class FsdpConfig(Strict):
     forward pass and gather them again for the backward pass; reshard_after_backward: false keeps them whole between
     the micro-batches of a step; sync_every_micro_batch: false keeps each rank's whole gradients until the last
     micro-batch of a step, which saves communication and costs memory; forward_prefetch: gather the next block while
-    one computes; offload: parameters, gradients and optimizer states live in CPU memory."""
+    one computes; tower_units: whole gathers each tower at once, blocks gathers it block by block, which takes less
+    memory and, with towers of short blocks, much more time; offload: parameters, gradients and optimizer states live
+    in CPU memory."""
 
     fsdp_mode: Literal["fsdp2", "ddp"] = "fsdp2"
     reshard_after_forward: bool = True
     reshard_after_backward: bool = True
     sync_every_micro_batch: bool = True
     forward_prefetch: bool = True
+    tower_units: Literal["whole", "blocks"] = "whole"
     offload: bool = False
     mixed_precision: MixedPrecisionConfig = MixedPrecisionConfig()
 

@@ -20,7 +20,7 @@ from train.data.plan_store import PlanStore
 from train.mesh import Degrees
 from train.model_build import AnyModel, master_dtype
 from train.models.moe import Experts
-from train.models.spec import fsdp_blocks
+from train.models.spec import fsdp_units
 from train.optim.build import STATE_DTYPES
 from train.optim.groups import names_without_decay
 from train.optim.muon_parameters import muon_names
@@ -70,7 +70,7 @@ def estimate_memory(model: AnyModel, degrees: Degrees, train: TrainConfig, max_s
     """Of a model on the meta device, frozen as it will be. max_seq_len: tokens of a packed sequence."""
     fsdp = train.accelerator.fsdp_config
     itemsize = getattr(torch, fsdp.mixed_precision.compute_dtype).itemsize
-    blocks = fsdp_blocks(model)
+    blocks = fsdp_units(model, whole_towers=fsdp.tower_units == "whole")
     in_blocks = {id(parameter) for _, block in blocks for parameter in block.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     root = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_blocks)

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.data.collate import MODALITIES
+from train.objective import objective_metrics
 from train.peak_flops import peak_flops
 from train.step import StepResult
 
 PER_RANK = ("wait_s", "allocated", "reserved")  # of which the largest is reported
+OBJECTIVE = "objective/"  # before the names of its sums
 GIGABYTE = 1e9
 
 
@@ -49,6 +51,7 @@ class _Sums:
     experts: Tensor | None = None
     lr: dict[str, float] = field(default_factory=dict)
     wait_s: float = 0.0
+    objective: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Meter:
@@ -109,6 +112,8 @@ class Meter:
             counts[f"source/{name}"] = of_source.tokens
         for name, value in counts.items():
             sums.counts[name] = sums.counts.get(name, 0) + value
+        for name, value in result.objective_sums.items():
+            sums.objective[name] = _plus(sums.objective.get(name), value)
         if result.expert_counts is not None:
             sums.experts = _plus(sums.experts, result.expert_counts)
 
@@ -152,6 +157,7 @@ class Meter:
             local |= {f"{name}.{rank}": mine[name] if rank == self.rank else 0.0 for name in PER_RANK}
         on_device = {"loss": sums.loss, "aux_loss": sums.aux}
         on_device |= {f"source_loss/{name}": sums.sources.get(name) for name in self.sources}
+        on_device |= {f"{OBJECTIVE}{name}": value for name, value in sums.objective.items()}
         known = torch.tensor(list(local.values()), dtype=torch.float64, device=self.device)
         losses = torch.stack([_or_zero(value, self.device) for value in on_device.values()])
         parts = [known, losses]
@@ -169,6 +175,8 @@ class Meter:
         }
         if sums.aux is not None:
             metrics["aux_loss"] = total["aux_loss"] / (sums.steps * self.world_size)
+        if sums.objective:
+            metrics |= objective_metrics({name: total[f"{OBJECTIVE}{name}"] for name in sums.objective}, labels)
         metrics |= {f"lr/{group}": rate for group, rate in sums.lr.items()}
         counted = ["tokens", "label_tokens", *(f"tokens/{kind}" for kind in MODALITIES), "samples", "dead_samples"]
         metrics |= {name: round(total[name]) for name in counted}

@@ -21,7 +21,7 @@ from train.models.checkpointing import KEEPING_ATTENTION, CheckpointPolicy, keep
 from train.models.foundation import FoundationModel
 from train.models.frozen_audio import add_audio_tower
 from train.models.hub_model import HubModel
-from train.models.spec import ModelSpec, build_foundation_model, fsdp_blocks, spec_of
+from train.models.spec import ModelSpec, build_foundation_model, fsdp_units, spec_of
 from train.ops.device import describe_device
 from train.ops.registry import Ops, bind_ops, resolve
 from train.parallel.apply import apply_parallel
@@ -184,7 +184,7 @@ def parallelize(
         give_memory(model, device if train.init_device == "cuda" else torch.device("cpu"))
         _fill(model, files, train.seed, fill=fill or lora is not None, show=mesh.rank == 0)
     if needs_wrapping(mesh, fsdp, master_dtype(train)):
-        apply_parallel(model, fsdp_blocks(model), mesh, fsdp)
+        apply_parallel(model, fsdp_units(model, whole_towers=fsdp.tower_units == "whole"), mesh, fsdp)
     elif whole_first:
         model.to(device)
     if not whole_first:

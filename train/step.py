@@ -20,6 +20,7 @@ from train.data.processor import ProcessorAssets
 from train.loss import SourceLoss, StepScale, source_losses, step_scale
 from train.mesh import Mesh
 from train.models.inputs import ModelOutput
+from train.objective import GrpoObjective, objective_sums
 from train.optim.adamw import fill_missing_gradients
 from train.optim.clip import clip_gradients
 from train.optim.schedule import LrScheduler
@@ -29,7 +30,7 @@ from train.parallel.fsdp import GradientSync
 @dataclass(frozen=True, eq=False)
 class StepParts:
     """What a step works with. sync: what happens between micro-batches; flops: of the forward and backward pass of a
-    batch; max_grad_norm: 0 = gradients are not scaled down."""
+    batch; max_grad_norm: 0 = gradients are not scaled down; objective: None = the cross-entropy."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -39,6 +40,7 @@ class StepParts:
     max_grad_norm: float
     assets: ProcessorAssets | None = None
     flops: Callable[[Batch], float] | None = None
+    objective: GrpoObjective | None = None
 
     @property
     def dummy_towers(self) -> bool:
@@ -57,7 +59,7 @@ class StepResult:
     (without padding), samples, padding: of this rank's sequences, which the first rank of a sequence-parallel group
     counts and the others do not; modality_tokens: text, video, audio, image; source_loss: by source; expert_counts:
     float32 [MoE layers, E]; flops: of this rank; wait_s: for the loader; step_s: of this function, which does not wait
-    for a GPU.
+    for a GPU; objective_sums: float32 [] each, by name, those of `train.objective`.
     """
 
     loss_sum: Tensor
@@ -75,6 +77,7 @@ class StepResult:
     flops: float
     wait_s: float
     step_s: float
+    objective_sums: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -91,6 +94,7 @@ class StepTotals:
     flops: float = 0.0
     modality_tokens: Counter[str] = field(default_factory=Counter)
     source_loss: dict[str, SourceLoss] = field(default_factory=dict)
+    objective_sums: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, batch: Batch, output: ModelOutput, flops: float) -> None:
@@ -109,6 +113,9 @@ class StepTotals:
         for source, found in source_losses(output.token_loss, batch).items():
             loss = found if first else replace(found, tokens=0)
             self.source_loss[source] = self.source_loss[source] + loss if source in self.source_loss else loss
+        if output.objective_sums is not None:
+            for name, value in objective_sums(batch, output.objective_sums).items():
+                self.objective_sums[name] = self.objective_sums[name] + value if name in self.objective_sums else value
 
 
 def train_step(parts: StepParts, batches: list[Batch], wait_s: float = 0.0) -> StepResult:
@@ -145,6 +152,7 @@ def train_step(parts: StepParts, batches: list[Batch], wait_s: float = 0.0) -> S
         flops=totals.flops,
         wait_s=wait_s,
         step_s=time.monotonic() - began,
+        objective_sums=totals.objective_sums,
     )
 
 
@@ -153,6 +161,7 @@ def _micro_step(parts: StepParts, batch: Batch, scale: StepScale, totals: StepTo
         batch,
         parts.assets,
         loss_scale=scale.loss_scale,
+        objective=None if parts.objective is None else parts.objective.on(batch),
         aux_scale=scale.aux_scale,
         dummy_towers=parts.dummy_towers,
     )

@@ -51,6 +51,7 @@ from train.model_build import (
 from train.models.flops import MicroBatch, ModelFlops
 from train.models.freeze import freeze
 from train.models.spec import ModelSpec
+from train.objective import GrpoObjective, check_references, with_rollouts
 from train.ops.registry import Ops
 from train.optim.build import make_optimizer
 from train.optim.groups import LearningRate, learning_rates, parameter_groups
@@ -178,11 +179,12 @@ class TrainerParts:
         """Sources and plans, the same on every rank."""
         first = self.mesh.rank == 0
         self.sources, self.plans = open_data(self.args.data, self.args.train, self.assets, show=first)
+        check_references(self.args.train.objective, self.sources)
         self._agree_on(self.plans.digest)
 
     def build_collate(self) -> None:
-        """What the model adds to the batches."""
-        self.model_inputs = data_inputs(self.model)
+        """What the model and the objective add to the batches."""
+        self.model_inputs = with_rollouts(data_inputs(self.model), self.args.train.objective)
 
     def build_loader(self) -> None:
         mesh = self.mesh
@@ -243,6 +245,7 @@ class TrainerParts:
             max_grad_norm=config.max_grad_norm,
             assets=self.assets,
             flops=self.flops,
+            objective=GrpoObjective.of(self.args.train.objective),
         )
 
     def say(self, text: str) -> None:
@@ -265,7 +268,8 @@ def micro_batch(batch: Batch) -> MicroBatch:
     counts for all, and this rank's media."""
     tokens = batch.sample_tokens.tolist() if batch.route.sp_rank == 0 else []
     lengths = [part.mel_stop - part.mel_start for part in batch.audio]
-    return MicroBatch(tokens, [found.grid for found in batch.vision], lengths)
+    labels = int(batch.label_tokens.sum()) if tokens else 0
+    return MicroBatch(tokens, [found.grid for found in batch.vision], lengths, labels)
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

@@ -34,6 +34,7 @@ from train.model_build import (
 )
 from train.models.freeze import freeze
 from train.models.loading import open_weights
+from train.objective import check_references
 from train.ops.registry import OPS, Device, resolve
 from train.optim.groups import learning_rates, parameter_groups
 
@@ -155,6 +156,7 @@ def _plain(config: OmniConfig) -> OmniConfig:
 def _check_data(config: OmniConfig, degrees: Degrees | None, found: Findings) -> None:
     assets = training_assets(config)
     sources, plans = open_data(config.data, config.train, assets, show=False)
+    check_references(config.train.objective, sources)
     steps = plans.steps(0)
     total = config.train.max_steps or plans.total_steps(config.train.num_train_epochs)
     for source in sources:

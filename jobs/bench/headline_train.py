@@ -23,7 +23,7 @@ from train.callbacks.metrics import MetricsCallback
 from train.config import OmniConfig
 from train.model_build import master_dtype
 from train.models.initialize import initializers
-from train.models.spec import fsdp_blocks
+from train.models.spec import fsdp_units
 from train.parallel.apply import apply_parallel
 from train.parallel.fsdp import needs_wrapping
 from train.parallel.loading import give_memory, local_part
@@ -45,7 +45,8 @@ class HeadlineTrainer(VLMTrainer):
         train, mesh = self.args.train, self.mesh
         fsdp = train.accelerator.fsdp_config
         if needs_wrapping(mesh, fsdp, master_dtype(train)):
-            apply_parallel(self.model, fsdp_blocks(self.model), mesh, fsdp)
+            units = fsdp_units(self.model, whole_towers=fsdp.tower_units == "whole")
+            apply_parallel(self.model, units, mesh, fsdp)
         give_memory(self.model, torch.device("cpu") if fsdp.offload else mesh.device)
         fill_on_device(self.model, train.seed + mesh.rank)
 

@@ -84,7 +84,7 @@ def lora() -> Found:
 
 
 def loss() -> Found:
-    """A vocabulary of several blocks; rows without a label; both terms; a factor from above."""
+    """A vocabulary of several blocks; rows without a label; both terms; a factor from above; a scale for each row."""
     vocabulary = 5003 if DEVICE == "cuda" else 203
     hidden, weight = draw(13, 24), draw(vocabulary, 24)
     labels = torch.randint(0, vocabulary, (13,))
@@ -95,7 +95,8 @@ def loss() -> Found:
     found = [made.loss, made.token_loss, *torch.autograd.grad(made.loss * 3, (hidden, weight))]
     with torch.no_grad():
         found.append(linear_cross_entropy(hidden, weight, labels.to(DEVICE), scale=scale).loss)
-    return found
+    each = linear_cross_entropy(hidden, weight, labels.to(DEVICE), scale=torch.linspace(-1, 1, 13, device=DEVICE))
+    return [*found, each.loss, *torch.autograd.grad(each.loss, (hidden, weight))]
 
 
 def rms() -> Found:

@@ -5,7 +5,8 @@
 DATASET: packed shards, such as demo_out/packed. The tiny Qwen3-Omni of jobs/train/tiny_omni.yaml trains on one and on
 two processes, with 0 and with 2 loader workers each, and saves asynchronously every third step; the launcher and all
 its ranks are killed with SIGKILL at random steps and the same command goes on. Then a run is stopped on one process
-and goes on on two, and the other way round.
+and goes on on two, and the other way round: with micro_batch_size 2 on one process and 1 on two, so that the router's
+auxiliary loss, which is one of a micro-step over all ranks, stays the same function.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SAVE_STEPS = 3
 STEPS, QUICK_STEPS = 16, 8
 # Adam makes a whole step of any gradient, so rounding in another order grows with the rate; the recipe's 1e-3 is high
 OTHER_WORLD_LR = 1e-4
+SEQUENCES = 2  # of a step
 DELAY_S = 0.7  # a kill comes at most so long behind the step that it waited for
 
 
@@ -101,16 +103,17 @@ def killed_and_not(folder: Path, dataset: Path, kills: int, steps: int, nproc: i
 def other_world(folder: Path, dataset: Path, steps: int, first: int, then: int) -> Claim:
     """Greatest relative difference of the losses of a run that changes its number of processes."""
     rate = f"train.optimizer.lr={OTHER_WORLD_LR}"
+    at_first, at_then = (f"train.micro_batch_size={SEQUENCES // nproc}" for nproc in (first, then))
     calm = Run(folder / f"calm_world_{first}", dataset, steps, first, 0)
-    calm.finish(rate)
+    calm.finish(rate, at_first)
     moved = Run(folder / f"moved_{first}_{then}", dataset, steps, first, 0)
-    process = moved.start(rate)
+    process = moved.start(rate, at_first)
     while process.poll() is None and max(moved.losses(), default=0) < steps // 2:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     if process.wait() != 5:
         raise SystemExit(f"the run was not stopped: {moved.folder.with_suffix('.log')}")
-    moved.finish(rate, nproc=then)
+    moved.finish(rate, at_then, nproc=then)
     expected, found = calm.losses(), moved.losses()
     worst = max(abs(found[step] - loss) / abs(loss) for step, loss in expected.items())
     said = f"stopped on {first} processes after {steps // 2} of {steps} steps, went on on {then}; lr {OTHER_WORLD_LR:g}"

@@ -78,7 +78,7 @@ class Batch:
     tokens and (shifted) labels of each whole sample; modality_tokens: tokens of text, video, audio and image;
     route: who encodes what; pixels: uint8 [bytes], sound: int16 [samples], of this rank's pieces only;
     vision, audio: where those of each piece lie; features: None until they are made on the device;
-    extra: what a model's own collate entries added.
+    extra: what a model's own collate entries added; label_rows: int64 [n], rows of this slice that have a label.
     """
 
     place: BatchPlace
@@ -102,6 +102,7 @@ class Batch:
     features: MediaFeatures | None = None
     dead: list[DeadSample] = field(default_factory=list)
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    label_rows: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by field name, `extra.<name>` for those of a model."""

@@ -88,12 +88,13 @@ class Collator:
         bounds = np.cumsum([0, *tokens, *([num_pad] if num_pad else [])])
         parts = samples or [self._nothing()]
         shifted = [shift_labels(sample.labels) for sample in parts]
+        labels = self._pack("labels", shifted, length)
         pixels, vision = _decode_vision(route.pieces, samples, self.temporal_patch)
         sound, audio = _decode_sound(route.pieces, samples)
         return Batch(
             place=place,
             ids=self._pack("ids", [sample.ids for sample in parts], length)[None],
-            labels=self._pack("labels", shifted, length)[None],
+            labels=labels[None],
             position_ids=self._pack("position_ids", [sample.position_ids for sample in parts], length)[:, None],
             cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
             length=length,
@@ -111,6 +112,7 @@ class Collator:
             audio=audio,
             dead=list(dead),
             extra=self._extra(parts, length),
+            label_rows=(labels != IGNORE).nonzero()[:, 0],
         )
 
     def _nothing(self) -> TrainSample:

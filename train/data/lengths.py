@@ -24,11 +24,14 @@ from schemas.chat import MediaCounts, TokenCounts, count_tokens
 from schemas.conversation import Turn
 from schemas.errors import IncompleteSourceError, RowError, SchemaError, UnsupportedError
 from schemas.media_counts import media_counts
+from schemas.rollouts import RolloutRow
 from schemas.sample import SampleMeta
 from train.data.lengths_cache import LengthsCache, joint_fingerprint, packed_cache, text_cache
 from train.data.meta_check import meta_hash
 from train.data.packed_files import INDEX_FILE, PackedIndex, read_file
 from train.data.processor import ProcessorAssets
+from train.data.response_layout import check_prompt, prompt_layout
+from train.data.rollout_files import Rollouts
 from train.data.text_files import TextFiles
 from train.data.text_rows import TextRows
 from train.data.worker_context import worker_context
@@ -38,6 +41,7 @@ SERIAL_ROWS = 2000  # below this, starting worker processes takes longer than th
 BATCH_ROWS = 256
 CALLS = 16  # per worker process
 LENGTHS_VERSION = "2"  # raised whenever other arrays are kept
+NO_ROLLOUT = "the rollouts have no response to it"
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,28 @@ class LengthsBuilder:
     def add(self, turns: Sequence[Turn], counts: MediaCounts, mel: int = 0, meta: int = 0) -> None:
         """One row; raises what `count_tokens` raises."""
         found = count_tokens(turns, self.assets.encode, self.assets.tokens, counts, self.assets.style)
+        self._add(found, counts, mel, meta)
+
+    def _add(self, found: TokenCounts, counts: MediaCounts, mel: int, meta: int, times: int = 1) -> None:
+        """times: how often the media stand in the row."""
         grids = [video.grid for video in counts.videos] + list(counts.images)
         patches = sum(t * h * w for t, h, w in grids)
         pairs = sum(t * (h * w) ** 2 for t, h, w in grids)
-        self.rows.append((*_columns(found), patches, pairs, mel, meta))
+        self.rows.append((*_columns(found), times * patches, times * pairs, times * mel, meta))
+
+    def add_responses(
+        self, row: RolloutRow, turns: Sequence[Turn], counts: MediaCounts, mel: int = 0, meta: int = 0
+    ) -> None:
+        """One row with recorded responses, all together; raises what `prompt_layout` and `check_prompt` raise."""
+        prompt, times = prompt_layout(turns, counts, self.assets), len(row.responses)
+        check_prompt(row, prompt)
+        taken = {"video": 0, "audio": 0, "image": 0}
+        for slot in prompt.slots:
+            taken[slot.kind] += times * len(slot.rows)
+            taken["audio"] += times * len(slot.sound_rows)
+        total = times * len(prompt.ids) + row.response_tokens
+        found = TokenCounts(total=total, text=total - sum(taken.values()), labels=row.response_tokens, **taken)
+        self._add(found, counts, mel, meta, times)
 
     def add_fault(self, reason: str) -> None:
         """A row that cannot be used."""
@@ -116,20 +138,24 @@ def load_lengths(
     workers: int | None = None,
     cache: str | None = None,
     advance: Callable[[int], None] = _nobody,
+    rollouts: Rollouts | None = None,
 ) -> Lengths:
     """The lengths of a merged dataset (a folder or URL), from the cache when it has them.
 
     workers: processes, default one per core; cache: folder of the cache, default the dataset's own `lengths` folder, or
-    the user's cache folder where that cannot be written; advance: told the number of rows done since the last call.
-    IncompleteSourceError for a dataset without index or rows tables, SchemaError for damaged ones.
+    the user's cache folder where that cannot be written; advance: told the number of rows done since the last call;
+    rollouts: rows have these responses in the place of their last answers, and one without any cannot be used.
+    IncompleteSourceError for a dataset without index or rows tables, SchemaError for damaged ones, and for rollouts of
+    other prompts.
     """
     index = PackedIndex.read(dataset)
-    fingerprint = joint_fingerprint(LENGTHS_VERSION, index.fingerprint, assets.fingerprint)
+    responses = [] if rollouts is None else [rollouts.fingerprint]
+    fingerprint = joint_fingerprint(LENGTHS_VERSION, index.fingerprint, assets.fingerprint, *responses)
     place = packed_cache(dataset, index.num_rows, fingerprint, cache, COLUMNS)
     parts = [(folder, sum(s.rows for s in shards)) for folder, shards in groupby(index.shards, lambda s: s.folder)]
     if len({folder for folder, _ in parts}) < len(parts):
         raise SchemaError(f"{dataset}/{INDEX_FILE} lists the shards of a partition in several places")
-    tasks = [_Task(partial(_partition_lengths, dataset, folder, count), count) for folder, count in parts]
+    tasks = [_Task(partial(_partition_lengths, dataset, folder, count, rollouts), count) for folder, count in parts]
     return _cached(place, tasks, assets, workers, advance)
 
 
@@ -161,16 +187,23 @@ def join_lengths(parts: Sequence[Lengths]) -> Lengths:
     return Lengths(**columns, faults=tuple(faults))
 
 
-def packed_row_lengths(builder: LengthsBuilder, meta_json: str) -> None:
-    """Adds one row of a rows table by its `meta` column. SchemaError for a meta that is none."""
+def packed_row_lengths(builder: LengthsBuilder, meta_json: str, rollouts: Rollouts | None = None) -> None:
+    """Adds one row of a rows table by its `meta` column. SchemaError for a meta that is none, and for rollouts of
+    another prompt."""
     try:
         meta = SampleMeta.model_validate_json(meta_json)
         checked = meta_hash(json.loads(meta_json))
     except ValidationError as error:
         raise SchemaError(f"meta: {error.errors()[0]['msg']}") from error
+    if rollouts is not None and meta.id not in rollouts:
+        builder.add_fault(f"{meta.id}: {NO_ROLLOUT}")
+        return
     try:
-        counts = media_counts(meta, builder.assets.style)
-        builder.add(meta.conversation, counts, _mel_frames(meta, builder.assets), checked)
+        counts, mel = media_counts(meta, builder.assets.style), _mel_frames(meta, builder.assets)
+        if rollouts is None:
+            builder.add(meta.conversation, counts, mel, checked)
+        else:
+            builder.add_responses(rollouts[meta.id], meta.conversation, counts, mel, checked)
     except (RowError, UnsupportedError, ValueError) as error:
         said = str(error)
         builder.add_fault(said if said.startswith(f"row {meta.id}: ") else f"{meta.id}: {said}")
@@ -244,7 +277,9 @@ def _block_lengths(files: TextFiles, rows: TextRows, block: int, assets: Process
     return builder.lengths()
 
 
-def _partition_lengths(dataset: str, folder: str, count: int, assets: ProcessorAssets) -> Lengths:
+def _partition_lengths(
+    dataset: str, folder: str, count: int, rollouts: Rollouts | None, assets: ProcessorAssets
+) -> Lengths:
     name = f"{folder}/{ROWS_FILE}" if folder else ROWS_FILE
     where = f"{dataset}/{name}"
     data = read_file(dataset, name)
@@ -255,7 +290,7 @@ def _partition_lengths(dataset: str, folder: str, count: int, assets: ProcessorA
         table = pq.ParquetFile(io.BytesIO(data))
         for batch in table.iter_batches(BATCH_ROWS, columns=["meta"]):
             for meta in batch.column("meta").to_pylist():
-                packed_row_lengths(builder, meta)
+                packed_row_lengths(builder, meta, rollouts)
     except (pa.ArrowException, KeyError, TypeError, OSError, SchemaError) as error:
         raise SchemaError(f"{where}, row {len(builder.rows)}: {error}") from error
     if len(builder.rows) != count:

@@ -14,6 +14,7 @@ from train.data.device import make_features
 from train.data.processor import ProcessorAssets
 from train.models.inputs import ModelInputs, RowExchange
 from train.ops.segments import Segments
+from train.ops.token_objective import TokenObjective
 
 
 def model_inputs(
@@ -21,13 +22,14 @@ def model_inputs(
     assets: ProcessorAssets | None = None,
     *,
     loss_scale: Tensor | None = None,
+    objective: TokenObjective | None = None,
     aux_scale: float = 1.0,
     dummy_towers: bool = False,
 ) -> ModelInputs:
     """The inputs of one micro-batch, on the device where the batch is; nothing waits for the device.
 
-    assets: makes the features of a batch that has none yet; loss_scale, aux_scale: see `ModelInputs`; dummy_towers: the
-    towers of the model run on a dummy unit where this rank has no media.
+    assets: makes the features of a batch that has none yet; loss_scale, objective, aux_scale: see `ModelInputs`;
+    dummy_towers: the towers of the model run on a dummy unit where this rank has no media.
     """
     features = batch.features
     if features is None:
@@ -41,7 +43,9 @@ def model_inputs(
         segments=batch_segments(batch),
         num_valid=min(max(batch.length - batch.num_pad - batch.route.sp_rank * rows, 0), rows),
         labels=batch.labels[0],
+        label_rows=batch.label_rows,
         loss_scale=loss_scale,
+        objective=objective,
         aux_scale=aux_scale,
         patches=features.patches,
         grids=features.grids,

@@ -22,18 +22,24 @@ log = logging.getLogger("omniloom.train")
 
 
 def open_data(
-    data: DataConfig, batch: BatchConfig, assets: ProcessorAssets, show: bool = True
+    data: DataConfig,
+    batch: BatchConfig,
+    assets: ProcessorAssets,
+    show: bool = True,
+    choose: Callable[[list[OpenSource]], list[OpenSource]] | None = None,
 ) -> tuple[list[OpenSource], PlanStore]:
     """The sources and their plans, the first epoch's made. show: on one rank, the progress of what takes time, and the
-    `plan_notes`, through the logger omniloom.train. Ranks of a node wait for one another, so that each row is counted
-    once."""
+    `plan_notes`, through the logger omniloom.train; choose: the same sources with some of their rows left out (of 0
+    tokens). Ranks of a node wait for one another, so that each row is counted once."""
     said = progress if show else _silent
     with _one_at_a_time(cache_folder(data)), said("counting tokens", None, "rows") as advance:
         sources = open_sources(data, assets, batch.seed, lambda _, count: advance(count))
+    if choose is not None:
+        sources = choose(sources)
     with said("planning the epoch", None, "windows") as advance:
         plans = make_plans(sources, data, batch, lambda done, of: advance(1))
         plans.steps(0)
-    if show:
+    if show and choose is None:  # notes on rows would count those that were left out
         for note in plan_notes(plans, sources):
             log.info("%s", note)
     return sources, plans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from schemas.errors import OmniloomError, RowError, SchemaError, UnsupportedError, VerificationError
+from schemas.sample import PackedSample
 from train.data.batch import Batch, BatchPlace, DeadSample
 from train.data.collate import Collator, DecodeError
 from train.data.processor import ProcessorAssets
+from train.data.rollout_files import Rollouts
 from train.data.sample import IGNORE, TrainSample, dead_copy
 from train.data.store import PackedPart, TextPart, hollow
 from train.data.text_rows import TextRows
@@ -48,11 +50,13 @@ class Failure:
 
 @dataclass
 class SourceReader:
-    """How the rows of one source are read. name: of the source; text: of a text source."""
+    """How the rows of one source are read. name: of the source; text: of a text source; rollouts: recorded responses to
+    its rows."""
 
     name: str
     part: PackedPart | TextPart
     text: TextRows | None = None
+    rollouts: Rollouts | None = None
 
 
 @dataclass
@@ -70,49 +74,54 @@ class RowReader:
         if isinstance(part, PackedPart):
             part.lose(shard, reason)
 
-    def load(self, source: int, shard: int, index: int, tokens: int) -> tuple[TrainSample, DeadSample | None]:
-        """The sample of a row, and what is wrong with it if it is dead. VerificationError: it is dead and may not be,
-        or it takes another number of tokens than planned."""
+    def load(self, source: int, shard: int, index: int, tokens: int) -> tuple[list[TrainSample], DeadSample | None]:
+        """The sample of a row, or one for each recorded response to it, and what is wrong with the row if it is dead.
+        VerificationError: it is dead and may not be, or it takes another number of tokens than planned."""
         reader = self.sources[source]
         try:
-            sample, dead = self._read(reader, shard, index), None
+            samples, dead = self._read(reader, shard, index), None
         except (SchemaError, OSError, RowError, UnsupportedError) as error:
             if not self.mask_dead:
                 raise VerificationError(
                     f"{error}; remove or repack that row, or set data.dead_samples: mask to train on zeros in its place"
                 ) from error
-            sample = self.stand_in(source, shard, index, tokens)
-            dead = DeadSample(reader.name, sample.key, str(error))
-        if len(sample) != tokens:
+            samples = self.stand_in(source, shard, index, tokens)
+            dead = DeadSample(reader.name, samples[0].key, str(error))
+        if (found := sum(map(len, samples))) != tokens:
             raise VerificationError(
-                f"data source {reader.name}: row {sample.key} takes {len(sample)} tokens, but the plan counts on "
+                f"data source {reader.name}: row {samples[0].key} takes {found} tokens, but the plan counts on "
                 f"{tokens}; the processor or the data are others than when the lengths were made: run "
                 "`omniloom train lengths` again"
             )
-        return sample, dead
+        return samples, dead
 
-    def _read(self, reader: SourceReader, shard: int, index: int) -> TrainSample:
+    def _read(self, reader: SourceReader, shard: int, index: int) -> list[TrainSample]:
         if isinstance(reader.part, PackedPart):
-            return self.transform.packed(reader.part.read(shard, index), reader.name)
+            return self._lay_out(reader, reader.part.read(shard, index))
         row = reader.part.read(shard, index)
         assert reader.text is not None  # of a text source
         key, turns = reader.text.turns(row.mapping(), row.file, row.number)
-        return self.transform.text(turns, reader.name, key)
+        return [self.transform.text(turns, reader.name, key)]
 
-    def stand_in(self, source: int, shard: int, index: int, tokens: int) -> TrainSample:
+    def _lay_out(self, reader: SourceReader, sample: PackedSample) -> list[TrainSample]:
+        if reader.rollouts is None:
+            return [self.transform.packed(sample, reader.name)]
+        return self.transform.responses(sample, reader.rollouts[sample.meta.id], reader.name)
+
+    def stand_in(self, source: int, shard: int, index: int, tokens: int) -> list[TrainSample]:
         """What takes the place of a dead row: its geometry from the rows table, with zeros and without labels; where
         even that cannot be had, as many padding tokens."""
         reader = self.sources[source]
         if isinstance(reader.part, PackedPart):
             try:
-                sample = self.transform.packed(hollow(reader.part.meta(shard, index)), reader.name)
-                if len(sample) == tokens:
-                    return dead_copy(sample)
+                samples = self._lay_out(reader, hollow(reader.part.meta(shard, index)))
+                if sum(map(len, samples)) == tokens:
+                    return [dead_copy(sample) for sample in samples]
             except (SchemaError, OSError, RowError, UnsupportedError) as error:
                 log.warning("%s, shard %d, sample %d: its geometry is lost, too: %s", reader.name, shard, index, error)
         ids = np.full(tokens, self.transform.assets.tokens.pad)
         positions = np.broadcast_to(np.arange(tokens), (3, tokens)).astype(position_dtype(self.transform.assets))
-        return TrainSample(
+        stuffing = TrainSample(
             ids=ids,
             labels=np.full(tokens, IGNORE),
             position_ids=positions,
@@ -122,14 +131,17 @@ class RowReader:
             num_label_tokens=0,
             num_text=tokens,
         )
+        return [stuffing]
 
 
 @dataclass
 class BatchMaker(torch.utils.data.Dataset[Batch | Failure]):
-    """Makes batches on request, in a worker process or in the trainer's own."""
+    """Makes batches on request, in a worker process or in the trainer's own. relabel: changes the labels of samples
+    that are alive; picklable."""
 
     reader: RowReader
     collator: Collator
+    relabel: Callable[[TrainSample], TrainSample] | None = None
 
     def __getitem__(self, request: BatchRequest) -> Batch | Failure:
         try:
@@ -151,8 +163,8 @@ class BatchMaker(torch.utils.data.Dataset[Batch | Failure]):
             request.tokens.tolist(),
             strict=True,
         ):
-            sample, fault = self.reader.load(*row)
-            samples.append(sample)
+            found, fault = self.reader.load(*row)
+            samples += found if fault or self.relabel is None else map(self.relabel, found)
             dead += [fault] if fault else []
         for _ in range(len(samples)):
             try:

@@ -48,6 +48,21 @@ class MediaUnit:
 
 
 @dataclass(frozen=True)
+class SampledResponse:
+    """How the last tokens of a sample came about, which a policy drew.
+
+    start: row of the first of them; logprobs: float32 [R], of each when it was drawn; ref_logprobs: float32 [R] of a
+    reference, or None; rewards: float64 [G], of all responses to the same row; number: which of them this is.
+    """
+
+    start: int
+    logprobs: np.ndarray
+    ref_logprobs: np.ndarray | None
+    rewards: np.ndarray
+    number: int
+
+
+@dataclass(frozen=True)
 class TrainSample:
     """One conversation, ready to be packed beside others.
 
@@ -55,7 +70,7 @@ class TrainSample:
     position_ids: [3, L] (time, height, width): float32 of Qwen3-Omni, int64 of Qwen3-VL; both start at 0;
     media: in the order of their first row; source: name of the data source; key: id of the row;
     num_label_tokens: labels that are not -100, before the shift; num_text, num_video, num_audio, num_image: tokens by
-    modality, adding up to L.
+    modality, adding up to L; response: of a sample that ends with a recorded rollout, whose key is <id>#<number>.
     """
 
     ids: np.ndarray
@@ -69,6 +84,7 @@ class TrainSample:
     num_video: int = 0
     num_audio: int = 0
     num_image: int = 0
+    response: SampledResponse | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -79,4 +95,4 @@ def dead_copy(sample: TrainSample) -> TrainSample:
     have neither blobs nor values and count as zeros (`transform.decode_unit`)."""
     labels = np.full_like(sample.labels, IGNORE)
     media = [replace(unit, blobs=(), values=None) for unit in sample.media]
-    return replace(sample, labels=labels, media=media, num_label_tokens=0)
+    return replace(sample, labels=labels, media=media, num_label_tokens=0, response=None)

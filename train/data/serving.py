@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from train.data.processor import ProcessorAssets
 from train.data.rank_plan import DataRank, RankPlan
 from train.data.reader import BatchMaker, RowReader, SourceReader, position_dtype
 from train.data.route import RouteSpec
+from train.data.sample import TrainSample
 from train.data.shard_cache import ShardCache
 from train.data.sources import OpenSource, cache_folder
 from train.data.store import CacheSpec, PackedPart, TextPart, cache_of, check_shards
@@ -27,11 +28,12 @@ GIGABYTE = 10**9
 @dataclass(frozen=True)
 class ModelInputs:
     """What the model adds to the data path. route_spec: where its towers let media be cut; extra_arrays, extra_info:
-    its own collate entries."""
+    its own collate entries; relabel: other labels than those of the chat layout."""
 
     route_spec: RouteSpec = field(default_factory=RouteSpec)
     extra_arrays: ExtraArrays | None = None
     extra_info: Mapping[str, DataCollateInfo] = field(default_factory=dict)
+    relabel: Callable[[TrainSample], TrainSample] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def serve(
             part = PackedPart.make(source.config.path, source.shards, numbers, views, spec, metas=source.lengths.meta)
             if data.dead_samples == "fail":
                 check_shards(part)
-        readers[number] = SourceReader(source.rows.name, part, source.text)
+        readers[number] = SourceReader(source.rows.name, part, source.text, source.rollouts)
     collator = Collator(
         sp_rank=rank.sp_rank,
         sp_size=rank.sp_size,
@@ -91,7 +93,7 @@ def serve(
         extra_info=model.extra_info,
     )
     reader = RowReader(readers, SampleTransform(assets), data.dead_samples == "mask")
-    return Serving(BatchMaker(reader, collator), caches)
+    return Serving(BatchMaker(reader, collator, model.relabel), caches)
 
 
 def _blocks_in_use(files: TextFiles, lanes: int, window_rows: int) -> int:

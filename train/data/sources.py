@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, SchemaError
 from train.config import DataConfig, DataSourceConfig
-from train.data.lengths import Lengths, load_lengths, load_text_lengths
-from train.data.packed_files import INDEX_FILE, PackedIndex, read_file
+from train.data.lengths import NO_ROLLOUT, Lengths, load_lengths, load_text_lengths
+from train.data.packed_files import INDEX_FILE, PackedIndex, is_remote, local_path, read_file
 from train.data.processor import ProcessorAssets
+from train.data.rollout_files import Rollouts, read_rollouts
 from train.data.rows import RowTable, SourceRows
 from train.data.shard_cache import check_cache_folder
 from train.data.shard_index import Shard, read_shards
@@ -27,7 +28,7 @@ Advance = Callable[[str, int], None]  # name of a source, rows done since the la
 @dataclass(frozen=True)
 class OpenSource:
     """One source. rows: what the plan takes; lengths: of every row; shards: of a packed one; files, text: of a text
-    source; index: fingerprint of its index or files."""
+    source; index: fingerprint of its index or files; rollouts: the recorded responses to its rows."""
 
     config: DataSourceConfig
     rows: SourceRows
@@ -36,6 +37,7 @@ class OpenSource:
     shards: Sequence[Shard] = ()
     files: TextFiles | None = None
     text: TextRows | None = None
+    rollouts: Rollouts | None = None
 
 
 def open_sources(
@@ -61,6 +63,11 @@ def cache_folder(config: DataConfig) -> Path:
 
 def is_text(source: DataSourceConfig) -> bool:
     """Whether a source is text. ConfigError when the keys of the source contradict what lies there."""
+    if source.rollouts is not None and (source.source_name is not None or is_text_path(source.path)):
+        raise ConfigError(
+            f"data source {source.label}: rollouts are responses to the rows of a packed dataset, and {source.path} is "
+            "text; pack it first"
+        )
     if source.source_name is None:
         if is_text_path(source.path):
             raise ConfigError(
@@ -84,12 +91,18 @@ class _Opener:
     advance: Advance | None
 
     def packed(self, source: DataSourceConfig) -> OpenSource:
-        lengths = load_lengths(source.path, self.assets, cache=self._lengths_cache(), advance=self._told(source))
+        rollouts = None if source.rollouts is None else _rollouts(source, source.rollouts)
+        lengths = load_lengths(
+            source.path, self.assets, cache=self._lengths_cache(), advance=self._told(source), rollouts=rollouts
+        )
+        if rollouts is not None:
+            _check_all_found(source, rollouts, lengths)
         shards = read_shards(source.path)
         index = PackedIndex.read(source.path).fingerprint
         counts = np.array([shard.rows for shard in shards], np.int64)
-        joint = _joint(index, self.assets.fingerprint)
-        return OpenSource(source, self._rows(source, lengths, counts, joint), lengths, index, shards=shards)
+        joint = _joint(index, self.assets.fingerprint, *([] if rollouts is None else [rollouts.fingerprint]))
+        rows = self._rows(source, lengths, counts, joint)
+        return OpenSource(source, rows, lengths, index, shards=shards, rollouts=rollouts)
 
     def text(self, source: DataSourceConfig) -> OpenSource:
         files = scan_text(source.path, cache=cache_folder(self.config) / "text")
@@ -111,6 +124,25 @@ class _Opener:
                 self.advance(source.label, count)
 
         return told
+
+
+def _rollouts(source: DataSourceConfig, folder: str) -> Rollouts:
+    if is_remote(folder):
+        raise ConfigError(
+            f"data source {source.label}: rollouts is {folder}; copy them to a folder that all nodes see: they are "
+            "small, media stay where they are"
+        )
+    return read_rollouts(local_path(folder))
+
+
+def _check_all_found(source: DataSourceConfig, rollouts: Rollouts, lengths: Lengths) -> None:
+    """SchemaError when some rollouts are of no row."""
+    without = sum(why.endswith(NO_ROLLOUT) for _, why in lengths.faults)
+    if len(lengths) - without < len(rollouts):
+        raise SchemaError(
+            f"data source {source.label}: {len(rollouts) - (len(lengths) - without)} of {len(rollouts)} rollouts of "
+            f"{source.rollouts} are of no row of {source.path}; they were made from {rollouts.card.about.dataset}"
+        )
 
 
 def _joint(*parts: str) -> str:

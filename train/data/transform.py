@@ -18,10 +18,12 @@ from schemas.chat import ChatLayout, MediaCounts, MediaSlot, build_layout
 from schemas.conversation import Turn
 from schemas.errors import SchemaError
 from schemas.media_counts import image_size, media_counts, video_size
+from schemas.rollouts import RolloutRow
 from schemas.sample import PackedSample
 from train.data.processor import ProcessorAssets
+from train.data.response_layout import check_prompt, prompt_layout, response_layout
 from train.data.rope_index import position_ids
-from train.data.sample import IGNORE, MediaUnit, TrainSample
+from train.data.sample import IGNORE, MediaUnit, SampledResponse, TrainSample
 
 JPEG_START = b"\xff\xd8"
 
@@ -41,6 +43,26 @@ class SampleTransform:
         layout = self._layout(sample.meta.conversation, counts)
         units = [unit for slot in layout.slots for unit in self._units(slot, sample, counts)]
         return self._sample(layout, counts, units, source, sample.meta.id)
+
+    def responses(self, sample: PackedSample, row: RolloutRow, source: str) -> list[TrainSample]:
+        """A packed row with each of its recorded responses in the place of the last answer.
+
+        SchemaError when the responses were drawn from another prompt; else as `packed`.
+        """
+        counts = media_counts(sample.meta, self.assets.style)
+        prompt = prompt_layout(sample.meta.conversation, counts, self.assets)
+        check_prompt(row, prompt)
+        units = [unit for slot in prompt.slots for unit in self._units(slot, sample, counts)]
+        rewards = np.array(row.rewards, np.float64)
+        made = []
+        for number, drawn in enumerate(row.responses):
+            layout = response_layout(prompt, drawn.ids)
+            laid_out = self._sample(layout, counts, units, source, f"{sample.meta.id}#{number}")
+            reference = None if drawn.ref_logprobs is None else np.array(drawn.ref_logprobs, np.float32)
+            logprobs = np.array(drawn.logprobs, np.float32)
+            response = SampledResponse(len(prompt.ids), logprobs, reference, rewards, number)
+            made.append(replace(laid_out, response=response))
+        return made
 
     def text(self, turns: Sequence[Turn], source: str, key: str) -> TrainSample:
         """The layout of a row without media."""

@@ -1,9 +1,9 @@
 """Floating-point operations of a micro-batch, towers included, for utilisation figures.
 
 Counted are the products of matrices (2 operations for each multiplication with its addition): linear layers and
-convolutions, the experts that a token chooses, the head, and attention over the pairs of rows that see each other: the
-lower triangle of each document, whole temporal grids, whole audio windows. Norms, activations, embeddings and the
-stretching of position embeddings are left out, as is what padding costs.
+convolutions, the experts that a token chooses, the head on rows with a label, and attention over the pairs of rows that
+see each other: the lower triangle of each document, whole temporal grids, whole audio windows. Norms, activations,
+embeddings and the stretching of position embeddings are left out, as is what padding costs.
 
 The backward pass has, for each product, one for the gradient of the weight if it is trained and one for the gradient
 of the input if anything before it is; for attention twice the forward. Checkpointing runs the blocks once more.
@@ -47,11 +47,12 @@ Place = tuple[int, int, int]  # part of the model, block, rank
 @dataclass(frozen=True)
 class MicroBatch:
     """What is computed on. documents: rows of each sample, without the pad tail; grids: (t, h, w) in patches of each
-    picture or clip; mel_lengths: log-mel frames of each sound."""
+    picture or clip; mel_lengths: log-mel frames of each sound; labels: rows that the head is applied to, None = all."""
 
     documents: Sequence[int]
     grids: Sequence[Grid] = ()
     mel_lengths: Sequence[int] = ()
+    labels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class ModelFlops:
         windows = [w for length in batch.mel_lengths for w in self._windows(tokens_of(length))]
         return {
             "rows": sum(batch.documents),
+            "labels": sum(batch.documents) if batch.labels is None else batch.labels,
             "pairs": sum(length * (length + 1) // 2 for length in batch.documents),
             "patches": patches,
             "merged": patches // self._merge**2,
@@ -196,7 +198,7 @@ def _products(model: FoundationModel | HubModel, prefixes: Mapping[int, str]) ->
     head = model.head_weight
     if not any(product.parameter == "lm_head.weight" for product in found):
         name = next(name for name, parameter in model.named_parameters() if parameter is head)
-        found.append(Product((HEAD, 0, 0), "rows", 2 * head.numel(), name))
+        found.append(Product((HEAD, 0, 0), "labels", 2 * head.numel(), name))
     return found + _attention(model, prefixes)
 
 
@@ -218,7 +220,9 @@ def _beside(tower: nn.Module) -> list[Product]:
 
 def _units_of(place: Place, inner: str) -> str:
     part, block, _ = place
-    if part >= TEXT:
+    if part == HEAD:
+        return "labels"
+    if part == TEXT:
         return "rows"
     if part == VISION:
         return "merged" if block == AFTER else "patches"

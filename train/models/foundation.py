@@ -17,8 +17,10 @@ from schemas.errors import UnsupportedError
 from train.models.inputs import IGNORE, MediaEmbeddings, ModelInputs, ModelOutput, RouterStats
 from train.models.moe import load_balancing_loss
 from train.models.text import TextModel
+from train.ops.label_rows import on_rows
 from train.ops.linear_cross_entropy import CrossEntropy
 from train.ops.registry import Ops
+from train.ops.token_objective import labelled_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -124,12 +126,14 @@ class FoundationModel(nn.Module):
         scale = inputs.loss_scale
         if scale is None:
             scale = (inputs.labels != IGNORE).sum().clamp(min=1).float().reciprocal()
-        found = self.cross_entropy(hidden, weight, inputs.labels, scale=scale)
+        cross_entropy = on_rows(self.cross_entropy, inputs.label_rows)
+        found = labelled_loss(cross_entropy, hidden, weight, inputs.labels, scale, inputs.objective)
+        output = ModelOutput(found.loss, found.loss, None, found.token_loss, counts, None, found.sums)
         if stats is None:
-            return ModelOutput(found.loss, found.loss, None, found.token_loss)
+            return output
         aux = load_balancing_loss(RouterStats(*self.reduce_router(stats.counts, stats.prob_sums, stats.tokens)))
         loss = found.loss + self.aux_loss_coef * inputs.aux_scale * aux
-        return ModelOutput(loss, found.loss, aux, found.token_loss, counts)
+        return output._replace(loss=loss, aux_loss=aux)
 
 
 def merge_media(hidden: Tensor, media: MediaEmbeddings, inputs: ModelInputs) -> Merged:

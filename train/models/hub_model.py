@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from schemas.errors import UnsupportedError
 from train.models.checkpointing import CheckpointPolicy
 from train.models.inputs import IGNORE, ModelInputs, ModelOutput
 from train.ops.chunk_loss import CHUNK_BYTES, rows_per_chunk
+from train.ops.label_rows import on_rows
 from train.ops.linear_cross_entropy import CrossEntropy
 from train.ops.registry import Ops
 from train.ops.segments import Segments
+from train.ops.token_objective import labelled_loss
 
 PACKED = "omniloom_packed"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -146,9 +150,11 @@ class HubModel(nn.Module):
             scale = inputs.loss_scale
             if scale is None:
                 scale = (inputs.labels != IGNORE).sum().clamp(min=1).float().reciprocal()
-            loss = capped_cross_entropy if cap else self.cross_entropy
-            found = loss(hidden, weight, inputs.labels, scale=scale, **({"cap": cap} if cap else {}))
-            output = ModelOutput(found.loss, found.loss, None, found.token_loss)
+            loss = partial(capped_cross_entropy, cap=cap) if cap else self.cross_entropy
+            found = labelled_loss(
+                on_rows(loss, inputs.label_rows), hidden, weight, inputs.labels, scale, inputs.objective
+            )
+            output = ModelOutput(found.loss, found.loss, None, found.token_loss, objective_sums=found.sums)
         if not logits:
             return output
         whole = F.linear(hidden, weight)
@@ -245,8 +251,9 @@ def capped_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, scal
     whose logits are made again for the gradient."""
     chunk = rows_per_chunk(weight.shape[0], CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]))
     loss, token_losses = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32)), []
-    for rows, targets in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-        part, token_loss = checkpoint(_capped_rows, rows, weight, targets, scale, cap, use_reentrant=False)
+    scales = scale.split(chunk) if scale.ndim else repeat(scale)
+    for rows, targets, by in zip(hidden.split(chunk), labels.split(chunk), scales, strict=False):
+        part, token_loss = checkpoint(_capped_rows, rows, weight, targets, by, cap, use_reentrant=False)
         loss = loss + part
         token_losses.append(token_loss)
     return CrossEntropy(loss, torch.cat(token_losses))
@@ -256,7 +263,7 @@ def _capped_rows(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, 
     logits = F.linear(hidden, weight)
     logits = cap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap)
     rows = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-    return rows.sum() * scale, rows.detach().float()
+    return (rows * scale).sum() if scale.ndim else rows.sum() * scale, rows.detach().float()
 
 
 def _number(config: PreTrainedConfig, key: str, default: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from train.ops.segments import Segments
+from train.ops.token_objective import TokenObjective
 
 IGNORE = -100  # label of a row without loss
 Grid = tuple[int, int, int]
@@ -37,8 +38,10 @@ class ModelInputs:
 
     ids: int64 [S]; position_ids: [3, S] (time, height, width), float32 or int64, from 0 on in each document; segments:
     documents of the FULL sequence, the pad tail one of them; labels: int64 [S], shifted inside each document (the label
-    of a row is the next token), -100 = none; loss_scale: float32 scalar tensor on the device that the summed
+    of a row is the next token), -100 = none; label_rows: int64 [n], rows that have one, where their number is known to
+    the host; None: the head looks at all rows; loss_scale: float32 scalar tensor on the device that the summed
     cross-entropy is multiplied by, e.g. 1 / label tokens of the global step; None: 1 / label tokens of these rows;
+    objective: a function of the log-probabilities whose sum takes the place of the summed cross-entropy, or None;
     aux_scale: factor of the router's auxiliary loss inside `ModelOutput.loss`; num_valid: rows of this slice before the
     pad tail;
 
@@ -57,7 +60,9 @@ class ModelInputs:
     segments: Segments
     num_valid: int
     labels: Tensor | None = None
+    label_rows: Tensor | None = None
     loss_scale: Tensor | None = None
+    objective: TokenObjective | None = None
     aux_scale: float = 1.0
     patches: Tensor | None = None
     grids: Sequence[Grid] = ()
@@ -102,7 +107,8 @@ class RouterStats:
 class ModelOutput(NamedTuple):
     """loss: ce_loss + router_aux_loss_coef * aux_scale * aux_loss, with gradient; token_loss: float32 [S], of each row,
     unscaled, 0 where there is no label; all None without labels; aux_loss: None without experts; expert_counts: float32
-    [MoE layers, E], choices of this rank's valid rows; logits: [S, V], only when asked for.
+    [MoE layers, E], choices of this rank's valid rows; logits: [S, V], only when asked for; objective_sums: float32
+    [K], of an objective, whose losses then ce_loss and token_loss are.
 
     A tuple, because wrappers such as FSDP look for the tensors of a result in containers that they know.
     """
@@ -113,6 +119,7 @@ class ModelOutput(NamedTuple):
     token_loss: Tensor | None = None
     expert_counts: Tensor | None = None
     logits: Tensor | None = None
+    objective_sums: Tensor | None = None
 
 
 def text_inputs(

@@ -70,6 +70,14 @@ class ModelSpec:
         modules = list(model.named_modules())
         return [(path, module) for pattern in patterns for path, module in modules if pattern.match(path) is not None]
 
+    def fsdp_units(self, model: nn.Module, *, whole_towers: bool) -> list[tuple[str, nn.Module]]:
+        """(path, module) of what FSDP gathers at a time: blocks, or whole towers and the blocks of the text model."""
+        towers = [prefix for prefix in (self.names.visual, self.names.audio) if prefix is not None and whole_towers]
+        inside = tuple(towers)
+        blocks = [(path, block) for path, block in self.fsdp_blocks(model) if not path.startswith(inside)]
+        paths = [prefix.rstrip(".") for prefix in towers]
+        return [*((path, model.get_submodule(path)) for path in paths), *blocks]
+
     def expert_parameters(self, model: nn.Module) -> list[str]:
         """Names of the parameters that hold all experts of a layer."""
         patterns = [Pattern.of(text) for text in self.experts]
@@ -150,6 +158,13 @@ def fsdp_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if isinstance(model, FoundationModel):
         return spec_of(model).fsdp_blocks(model)
     raise TypeError(f"{type(model).__name__} is no model of this trainer")
+
+
+def fsdp_units(model: nn.Module, *, whole_towers: bool) -> list[tuple[str, nn.Module]]:
+    """(path, module) of what FSDP gathers at a time, in the order of their forward passes."""
+    if isinstance(model, FoundationModel):
+        return spec_of(model).fsdp_units(model, whole_towers=whole_towers)
+    return fsdp_blocks(model)
 
 
 def build_foundation_model(

@@ -61,14 +61,15 @@ class _ChunkLoss(Function):
         hidden_grad = torch.empty_like(hidden) if to_hidden else None
         weight_grad = torch.zeros(weight.shape, dtype=wide, device=weight.device) if to_weight else None
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        key = (weight.shape[0], hidden.dtype, label_smoothing, z_loss)
+        key = (weight.shape[0], hidden.dtype, label_smoothing, z_loss, scale.ndim)
         step = compiled(rows_and_gradient, key) if hidden.is_cuda else rows_and_gradient
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = _wide_product(hidden[part], weight.t())
-            rows, gradient = step(logits, labels[part], scale, label_smoothing, z_loss, hidden.dtype)
+            by = scale[part] if scale.ndim else scale
+            rows, gradient = step(logits, labels[part], by, label_smoothing, z_loss, hidden.dtype)
             token_loss[part] = rows
-            loss += rows.sum() * scale
+            loss += (rows * by).sum() if scale.ndim else rows.sum() * scale
             if hidden_grad is not None:
                 torch.mm(gradient, weight, out=hidden_grad[part])
             if weight_grad is not None:
@@ -88,7 +89,8 @@ class _ChunkLoss(Function):
 def rows_and_gradient(
     logits: Tensor, labels: Tensor, scale: Tensor, label_smoothing: float, z_loss: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(loss of each row [n], gradient of scale * their sum [n, V] in dtype). logits: [n, V] in float32, overwritten."""
+    """(loss of each row [n], gradient of the sum of scale * loss [n, V] in dtype). logits: [n, V] in float32,
+    overwritten; scale: [] or [n]."""
     labelled = labels != IGNORED
     target = torch.where(labelled, labels, 0)[:, None]
     total = logits.logsumexp(dim=-1, keepdim=True)

@@ -43,15 +43,15 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> CrossEntropy:
-    """loss = scale * sum of the labelled rows' losses, as `linear_cross_entropy.eager`.
+    """loss = sum of scale * the labelled rows' losses, as `linear_cross_entropy.eager`.
 
     hidden: [T, H]; weight: [V, H] of the same dtype; labels: int64 [T], already shifted, -100 = none, any other number
-    outside [0, V) makes the loss NaN; scale: float32 scalar on the device, without gradient.
+    outside [0, V) makes the loss NaN; scale: float32 on the device, a scalar or contiguous [T], without gradient.
     """
     enabled = torch.is_grad_enabled()  # within the function gradients are always off
     wanted = (enabled and hidden.requires_grad, enabled and weight.requires_grad)
     loss, token_loss = _LinearCrossEntropy.apply(
-        hidden.contiguous(), weight, labels.contiguous(), scale, label_smoothing, z_loss, wanted
+        hidden.contiguous(), weight, labels.contiguous(), scale.contiguous(), label_smoothing, z_loss, wanted
     )
     return CrossEntropy(loss, token_loss)
 
@@ -82,7 +82,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, min(start + size, rows))
             logits = buffer[: part.stop - start]
             torch.mm(hidden[part], weight.t(), out=logits)
-            _losses(logits, labels[part], scale, token_loss[part], label_smoothing, z_loss, need_hidden or need_weight)
+            by = scale[part] if scale.ndim else scale
+            _losses(logits, labels[part], by, token_loss[part], label_smoothing, z_loss, need_hidden or need_weight)
             if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[part])
             if dweight is not None:
@@ -92,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = dweight.to(weight.dtype) if rows else dweight.zero_()
         ctx.save_for_backward(dhidden, dweight)
         ctx.mark_non_differentiable(token_loss)
-        return token_loss.sum() * scale, token_loss
+        return (token_loss * scale).sum() if scale.ndim else token_loss.sum() * scale, token_loss
 
     @staticmethod
     @once_differentiable
@@ -110,9 +111,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 @triton.jit
 def _losses_kernel(
     logits, labels, scale, token_loss, stride, vocabulary, smoothing, z_loss, NONE: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, ROW_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits [V] -> its loss, and in place its gradient times scale.
+    """One row of logits [V] -> its loss, and in place its gradient times scale, its own one with ROW_SCALES.
 
     loss = (1 - smoothing) * (lse - x[label]) + smoothing * (lse - mean(x)) + z_loss * lse^2;
     d loss / dx = softmax(x) * (1 + 2 * z_loss * lse) - (1 - smoothing) * onehot - smoothing / V.
@@ -145,7 +146,7 @@ def _losses_kernel(
         loss = lse - (1.0 - smoothing) * target - smoothing * mean + z_loss * lse * lse
         tl.store(token_loss + row, loss)
         if GRADIENT:
-            factor = tl.load(scale).to(tl.float32)
+            factor = tl.load(scale + row if ROW_SCALES else scale).to(tl.float32)
             spread = smoothing / vocabulary * factor
             peak = (1.0 + 2.0 * z_loss * lse) * factor
             last = (vocabulary - 1) // BLOCK * BLOCK
@@ -174,7 +175,8 @@ def _losses(
     block = 32 if INTERPRETED.value else min(4096, triton.next_power_of_2(vocabulary))
     _losses_kernel[(rows,)](
         logits, labels, scale, token_loss, logits.stride(0), vocabulary, smoothing, z_loss,
-        NONE=IGNORED, GRADIENT=gradient, BLOCK=block, num_warps=max(4, min(16, block // 512)),
+        NONE=IGNORED, GRADIENT=gradient, BLOCK=block, ROW_SCALES=scale.ndim == 1,
+        num_warps=max(4, min(16, block // 512)),
     )  # fmt: skip
 
 

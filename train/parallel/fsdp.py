@@ -39,8 +39,8 @@ def offload_policy(config: FsdpConfig, device: torch.device) -> OffloadPolicy:
 
 
 def apply_fsdp(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], mesh: Mesh, config: FsdpConfig) -> FSDPModule:
-    """Wraps in place; the model itself. blocks: (path, module) in the order of their forward passes. Parameters outside
-    blocks (embedding, head, ends of the towers) are gathered with the root and stay until its backward pass."""
+    """Wraps in place; the model itself. blocks: (path, module) in the order of their forward passes, towers among them.
+    Parameters outside blocks (embedding, head) are gathered with the root and stay until its backward pass."""
     assert mesh.shards is not None, "FSDP needs process groups"
     precision = precision_policy(config.mixed_precision)
     offload = offload_policy(config, mesh.device)
@@ -67,7 +67,9 @@ def _prefetch(blocks: Sequence[tuple[str, nn.Module]]) -> None:
         assert isinstance(block, FSDPModule)
         wanted: list[FSDPModule] = [m for m in block.modules() if m is not block and isinstance(m, FSDPModule)]
         next_path, following = after.get(path, ("", block))
-        if path.rpartition(".")[0] == next_path.rpartition(".")[0] and isinstance(following, FSDPModule):
+        parent = path.rpartition(".")[0]
+        # a whole tower may not run, and what was gathered for nothing would be stale when it does
+        if parent and parent == next_path.rpartition(".")[0] and isinstance(following, FSDPModule):
             wanted.append(following)
         block.set_modules_to_forward_prefetch(wanted)
 

@@ -48,6 +48,8 @@ def test_packing_is_what_a_loop_over_tokens_gives(samples: list[TrainSample]) ->
     assert len(batch.cu_seqlens) == len(samples) + 1 + (batch.num_pad > 0)
     assert batch.max_seqlen == max(map(len, samples))
     assert (batch.labels[0, at:] == -100).all()
+    assert batch.label_rows is not None
+    assert batch.label_rows.tolist() == [row for row, label in enumerate(batch.labels[0].tolist()) if label != -100]
     assert batch.label_tokens.tolist() == [int((sample.labels[1:] != -100).sum()) for sample in samples]
     assert batch.sample_tokens.tolist() == [len(sample) for sample in samples]
     assert sum(batch.modality_tokens.values()) == at

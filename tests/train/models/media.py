@@ -88,10 +88,10 @@ def everything_mix() -> Mix:
 def samples_of(assets: ProcessorAssets, mixes: list[Mix]) -> list[TrainSample]:
     """With ids of the tiny models' vocabulary."""
     transform = SampleTransform(assets)
-    return [_small(transform.packed(mix.sample(str(n)), "made"), assets) for n, mix in enumerate(mixes)]
+    return [small(transform.packed(mix.sample(str(n)), "made"), assets) for n, mix in enumerate(mixes)]
 
 
-def _small(sample: TrainSample, assets: ProcessorAssets) -> TrainSample:
+def small(sample: TrainSample, assets: ProcessorAssets) -> TrainSample:
     ids = sample.ids % 200
     for old, new in ((assets.tokens.image, IMAGE), (assets.tokens.video, VIDEO), (assets.tokens.audio, AUDIO)):
         ids[sample.ids == old] = new
@@ -109,7 +109,10 @@ class Case:
 
 def batch_of(assets: ProcessorAssets, mixes: list[Mix], **how: Any) -> Batch:
     """how: of the collator, e.g. sp_rank and sp_size."""
-    samples = samples_of(assets, mixes)
+    return collate(samples_of(assets, mixes), **how)
+
+
+def collate(samples: list[TrainSample], **how: Any) -> Batch:
     position_dtype: Any = str(samples[0].position_ids.dtype)
     collator = Collator(position_dtype=position_dtype, route_spec=ROUTE, **how)
     return collator(samples, BatchPlace(0, 0, 0))

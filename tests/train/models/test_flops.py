@@ -56,7 +56,8 @@ def _stretching(inputs: ModelInputs) -> int:
 
 
 def _counted(model: FoundationModel, inputs: ModelInputs, **how: bool) -> Flops:
-    batch = MicroBatch([inputs.num_valid], inputs.grids, inputs.mel_lengths)
+    labels = None if inputs.label_rows is None else len(inputs.label_rows)
+    batch = MicroBatch([inputs.num_valid], inputs.grids, inputs.mel_lengths, labels)
     return DenseFlops(model).count(batch, **how)
 
 
@@ -152,6 +153,11 @@ def test_attention_by_hand() -> None:
     experts = 3 * 2 * 3 * MOE["num_experts_per_tok"] * MOE["moe_intermediate_size"] * TEXT["hidden_size"]
     chosen = [p for p in ModelFlops(model).products if p.parameter and ".experts." in p.parameter]
     assert sum(p.per_unit for p in chosen) == experts
+    some = ModelFlops(model).count(MicroBatch(batch.documents, batch.grids, batch.mel_lengths, labels=4))
+    assert some.forward["head"] == plain.forward["head"] * 4 / 13
+    assert {k: v for k, v in some.forward.items() if k != "head"} == {
+        k: v for k, v in plain.forward.items() if k != "head"
+    }
 
 
 def test_gradients_flow_through_adapted_weights() -> None:

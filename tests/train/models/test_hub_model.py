@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from train.models.spec import build_foundation_model
 from train.ops import chunk_loss
 from train.ops.device import describe_device
 from train.ops.registry import Device, Ops, bind_ops, eager_ops, resolve
+from train.ops.token_objective import TokenTerms
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -210,8 +212,36 @@ def test_capped_loss_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(token_loss.sum() * 0.3, wanted.detach())
     torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight)), gradients)
+    scales = torch.linspace(-1, 1, 23)
+    logits = 2.0 * torch.tanh(hidden @ weight.T / 2.0)
+    each = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    found = capped_cross_entropy(hidden, weight, labels, scale=scales, cap=2.0).loss
+    torch.testing.assert_close(found, (each * scales).sum())
+    wanted_each = torch.autograd.grad((each * scales).sum(), (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(found, (hidden, weight)), wanted_each)
     empty = capped_cross_entropy(hidden[:0], weight, labels[:0], scale=torch.tensor(0.3), cap=2.0)
     assert (empty.loss.item(), empty.token_loss.shape) == (0.0, (0,))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_an_objective_of_log_probabilities(tmp_path: Path, kind: str) -> None:
+    model, ids = built(tmp_path, kind), documents()
+    inputs = text_inputs(ids, labelled(ids))
+    labels = inputs.labels
+    assert labels is not None
+    has = labels != -100
+
+    def cube(p: Tensor, labelled: Tensor) -> TokenTerms:
+        assert torch.equal(labelled, has) and not p.requires_grad
+        return TokenTerms(p**3, 3 * p**2, p.sum()[None])
+
+    whole = model(inputs, logits=True).logits.float().log_softmax(-1)
+    logprobs = whole[has].gather(1, labels[has][:, None])[:, 0]
+    wanted = torch.autograd.grad((logprobs**3).sum() * 0.1, list(model.parameters()))
+    output = model(dataclasses.replace(inputs, objective=cube, loss_scale=torch.tensor(0.1)))
+    torch.testing.assert_close(output.loss, (logprobs**3).sum() * 0.1)
+    torch.testing.assert_close(output.objective_sums, logprobs.sum()[None])
+    torch.testing.assert_close(torch.autograd.grad(output.loss, list(model.parameters())), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_only_the_loss_is_whole(tmp_path: Path) -> None:

@@ -22,15 +22,17 @@ def compare(
     keep: Sequence[str] = (),
     tolerance: float | None = None,
     gradients: bool = True,
+    reference_device: str = "cpu",
 ) -> None:
     """Both functions of the same inputs, those rounded to dtype first; `keep` names inputs that stay float32. The
-    error is relative to the largest value of each result."""
+    error is relative to the largest value of each result. reference_device: where the reference runs, in float64."""
     rounded = {
         name: x.to(torch.float32 if name in keep else dtype) if x.is_floating_point() else x
         for name, x in inputs.items()
     }
     ours = {name: _leaf(x.to(device), gradients) for name, x in rounded.items()}
-    theirs = {name: _leaf(x.double() if x.is_floating_point() else x, gradients) for name, x in rounded.items()}
+    exact = {name: x.to(reference_device) for name, x in rounded.items()}
+    theirs = {name: _leaf(x.double() if x.is_floating_point() else x, gradients) for name, x in exact.items()}
     found, wanted = _tuple(backend(**ours)), _tuple(reference(**theirs))
     limit = TOLERANCE[dtype] if tolerance is None else tolerance
     assert len(found) == len(wanted)
@@ -43,7 +45,7 @@ def compare(
             pairs.append((a, b, torch.randn(b.shape, generator=generator, dtype=torch.float64)))
     if not gradients:
         return
-    torch.autograd.backward([b for _, b, _ in pairs], [g for _, _, g in pairs])
+    torch.autograd.backward([b for _, b, _ in pairs], [g.to(reference_device) for _, _, g in pairs])
     torch.autograd.backward([a for a, _, _ in pairs], [g.to(a.dtype).to(device) for a, _, g in pairs])
     largest = max((_size(x.grad) for x in theirs.values() if x.grad is not None), default=0.0)
     for name, x in theirs.items():
@@ -70,7 +72,7 @@ def _close(found: Tensor, wanted: Tensor, limit: float, what: str, floor: float 
     """floor: what counts as the largest value of a result that is all but zero."""
     assert bool(torch.isfinite(found).all()), f"{what} is not finite"
     size = max(_size(wanted), floor, 1e-6)
-    worst = _size(found.detach().cpu().double() - wanted.detach())
+    worst = _size(found.detach().cpu().double() - wanted.detach().cpu())
     assert worst <= limit * size, f"{what} is off by {worst / size:.2e} of its largest value, allowed {limit:.0e}"
 
 
@@ -93,9 +95,9 @@ def attention(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if causal:
-            scores = scores + torch.full((length, length), -math.inf, dtype=torch.float64).triu(1)
+            scores = scores + torch.full_like(scores[0], -math.inf).triu(1)
         if window is not None:
-            scores = scores + torch.full((length, length), -math.inf, dtype=torch.float64).tril(-window)
+            scores = scores + torch.full_like(scores[0], -math.inf).tril(-window)
         documents.append(torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1), values))
         start += length
     return torch.cat(documents) if documents else v.repeat_interleave(groups, 1)
@@ -143,7 +145,7 @@ def cross_entropy(
         target[label] += 1 - smoothing
         rows.append((target * (total - logits)).sum() + z_loss * total**2)
     per_row = torch.stack(rows) if rows else hidden.new_zeros(0)
-    return per_row.sum() * scale.detach() + 0 * hidden.sum(), per_row.detach()
+    return (per_row * scale.detach()).sum() + 0 * hidden.sum(), per_row.detach()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

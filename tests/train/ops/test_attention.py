@@ -195,7 +195,8 @@ def test_on_a_gpu(name: str, lengths: list[int], heads: tuple[int, int], size: i
         OPS["attention"].resolve(name, describe_device("cuda"), "bfloat16")
     except ConfigError as error:
         pytest.skip(str(error))
-    check(name, lengths, causal, inputs(sum(lengths), *heads, size), dtype=torch.bfloat16, device="cuda")
+    on_gpu: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "reference_device": "cuda"}
+    check(name, lengths, causal, inputs(sum(lengths), *heads, size), **on_gpu)
 
 
 @pytest.mark.gpu

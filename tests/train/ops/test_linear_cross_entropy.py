@@ -36,11 +36,12 @@ def check(
     labels: torch.Tensor,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
+    scale: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
     function = OPS["linear_cross_entropy"].backends[name].load()
     device = options.get("device", "cpu")
-    scale = torch.tensor(0.37)
+    scale = torch.tensor(0.37) if scale is None else scale
 
     def ours(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
         found = function(
@@ -69,10 +70,35 @@ def test_values_and_gradients(
     check(name, inputs(23, 8, 37), LABELS[labels](23, 37), smoothing, z_loss)
 
 
+def row_scales(rows: int) -> torch.Tensor:
+    """Of either sign, some 0, one large."""
+    scales = torch.randn(rows, generator=torch.Generator().manual_seed(3))
+    scales[::5], scales[1:2] = 0.0, 40.0
+    return scales
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 1e-2)])
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scale_for_each_row(
+    name: str, labels: str, smoothing: float, z_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chunk_loss.CHUNK_BYTES, "cpu", 4 * 37 * 5)
+    check(name, inputs(23, 8, 37), LABELS[labels](23, 37), smoothing, z_loss, row_scales(23))
+    equal = [
+        OPS["linear_cross_entropy"]
+        .backends[name]
+        .load()(*(x.float() for x in inputs(23, 8, 37).values()), LABELS[labels](23, 37), scale=scale)
+        for scale in (torch.tensor(0.37), torch.full((23,), 0.37))
+    ]
+    torch.testing.assert_close(equal[0], equal[1])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_rows_and_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunk_loss.CHUNK_BYTES, "cpu", 4 * 64 * 7)
     check(name, inputs(0, 8, 64), torch.empty(0).long())
+    check(name, inputs(0, 8, 64), torch.empty(0).long(), scale=torch.empty(0))
     check(name, inputs(33, 16, 64), LABELS["some"](33, 64), 0.1, 1e-3, dtype=torch.bfloat16)
 
 
@@ -126,6 +152,7 @@ def test_on_a_gpu(name: str, labels: str, smoothing: float, z_loss: float, monke
     monkeypatch.setitem(chunk_loss.CHUNK_BYTES, "cuda", 4 * 1003 * 128)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     check(name, inputs(333, 64, 1003), LABELS[labels](333, 1003), smoothing, z_loss, **options)
+    check(name, inputs(333, 64, 1003), LABELS[labels](333, 1003), smoothing, z_loss, row_scales(333), **options)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.train.ops.triton_cases import DEVICE, ON_GPU, gpu, kernels_can_run, relative_error
-from train.ops import triton_adamw, triton_muon, triton_symmetric
+from train.ops import triton_adamw, triton_muon, triton_scale, triton_symmetric
 from train.optim.adamw import AdamWNumbers, AdamWTensors, _update
 from train.optim.rounding import Draws, Place, round_to
 
@@ -114,3 +114,17 @@ def test_divide(shape: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dt
     assert out.dtype == wanted
     if matrices.numel():
         assert relative_error(out, exact) < EXACT[wanted]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (33, 130), (0,), (64, 128), gpu((4097, 3001))], ids=str)
+def test_scale(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(6)).to(dtype)
+    for factor in (0.3, 1.0):
+        found = values.to(DEVICE, copy=True)
+        triton_scale.scale(found, torch.tensor(factor, device=DEVICE))
+        exact = (values.float() * torch.tensor(factor)).to(dtype)
+        if ON_GPU or dtype != BF16:  # the interpreter cuts digits of bfloat16 off
+            assert torch.equal(found.cpu(), exact)
+        elif values.numel():
+            assert relative_error(found, exact) < EXACT[dtype]

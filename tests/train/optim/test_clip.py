@@ -29,6 +29,14 @@ def parameters(given: list[Tensor]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_elements_are_summed_exactly(dtype: torch.dtype) -> None:
+    gradient = (torch.randn(5_000_001, generator=torch.Generator().manual_seed(1)) * 1e-3).to(dtype)
+    norm = clip_gradients(parameters([gradient, gradient[:7]]), 0.0, CPU)
+    exact = (gradient.double().square().sum() + gradient[:7].double().square().sum()).sqrt()
+    assert abs(float(norm) / float(exact) - 1) < 2e-7
+
+
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
 def test_one_process_equals_torch(max_norm: float) -> None:
     ours, theirs = parameters(gradients()), parameters(gradients())

@@ -24,7 +24,7 @@ from train.models.checkpointing import CheckpointPolicy
 from train.models.foundation import FoundationModel
 from train.models.inputs import IGNORE
 from train.models.omni_thinker import OmniThinker
-from train.models.spec import fsdp_blocks
+from train.models.spec import fsdp_units
 from train.ops.registry import Ops, eager_ops
 from train.optim.groups import parameter_groups
 from train.optim.schedule import LrScheduler, Schedule
@@ -126,7 +126,8 @@ def make_parts(
     set_gradient_checkpointing(model, policy)
     share_router(model, mesh)
     if needs_wrapping(mesh, config.fsdp_config):
-        apply_parallel(model, fsdp_blocks(model), mesh, config.fsdp_config)
+        units = fsdp_units(model, whole_towers=config.fsdp_config.tower_units == "whole")
+        apply_parallel(model, units, mesh, config.fsdp_config)
     give_memory(model, torch.device("cpu") if config.fsdp_config.offload else mesh.device)
     fill(model)
     schedule = OptimizerConfig(lr=LR, lr_decay_style="constant")

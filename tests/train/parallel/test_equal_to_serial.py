@@ -78,6 +78,7 @@ COMBINATIONS: dict[int, list[dict[str, int]]] = {
 # of four processes, on mixed batches
 OPTIONS: list[dict[str, Any]] = [
     {"dp_replicate_size": 2, "ulysses_size": 2, "ep_size": 2, "fsdp_config": {**FP32, "sync_every_micro_batch": False}},
+    {"ulysses_size": 2, "fsdp_config": {**FP32, "tower_units": "blocks"}},
     {"ep_size": 2, "fsdp_config": {**FP32, "offload": True}},
     {
         "ulysses_size": 2,

@@ -29,6 +29,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "fsdp_config": {**FP32, "reshard_after_backward": False, "reshard_after_forward": False}
         },
         "summed once per step": {"fsdp_config": {**FP32, "sync_every_micro_batch": False, "forward_prefetch": False}},
+        "towers by blocks": {"fsdp_config": {**FP32, "tower_units": "blocks"}},
         "ddp, summed once per step": {"fsdp_config": {**FP32, "fsdp_mode": "ddp", "sync_every_micro_batch": False}},
         "offloaded": {"fsdp_config": {**FP32, "offload": True}},
     },
