@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[str, str]] = {
     "doctor": ("jobs.doctor", "Check this machine: packages, codecs, memory, disk, Ray, GPU."),
     "pack": ("pack.cli", "Pack raw clips into verified audio/video shards."),
     "train": ("train.cli", "Train on packed shards."),
+    "rollouts": ("jobs.rollout.cli", "Sample answers to packed rows, with log-probabilities and rewards."),
     "convert": ("convert.cli", "Translate checkpoints between formats."),
     "config": ("jobs.config_cli", "Explain configuration keys, print JSON Schemas."),
     "preprocessors": ("jobs.preprocessors_cli", "List the registered preprocessors."),

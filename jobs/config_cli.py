@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="Explain configuration keys, print 
 
 @app.command("schema")
 def schema_command(
-    name: Annotated[str, typer.Argument(help="Which file: pack or train.")] = "pack",
+    name: Annotated[str, typer.Argument(help="Which file: pack, train or rollouts.")] = "pack",
     write: Annotated[bool, typer.Option("--write", help="Write it into the source tree instead.")] = False,
 ) -> None:
     """Print the JSON Schema of a YAML file, for editors and validators."""

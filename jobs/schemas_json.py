@@ -21,7 +21,11 @@ from schemas.nearest import nearest_key
 from schemas.wording import known_names
 
 # name -> "module:class" of the model of a whole YAML file
-FILES: dict[str, str] = {"pack": "pack.config:PackFile", "train": "train.config:OmniConfig"}
+FILES: dict[str, str] = {
+    "pack": "pack.config:PackFile",
+    "train": "train.config:OmniConfig",
+    "rollouts": "jobs.rollout.config:RolloutsFile",
+}
 TREE = Path(__file__).resolve().parents[1]
 REFERENCE = TREE / "docs" / "configuration.md"
 

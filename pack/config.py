@@ -80,9 +80,9 @@ class ImageConfig(Strict):
 
 class RowsConfig(Strict):
     """What becomes of difficult rows. missing_audio: of a video without sound; truncated: of a file that ends before
-    its header says, `keep` flags it; max_bad_ratio: share of rejected rows over which the job ends with exit code 3;
-    timeout_s: wall time of one row; max_memory_gb: resident memory of its worker; allowed_roots: folders or URL
-    prefixes media must lie in (empty = anywhere)."""
+    its header says, `keep` flags it; max_bad_ratio: share of rejected rows, without those that a filter left out, over
+    which the job ends with exit code 3; timeout_s: wall time of one row; max_memory_gb: resident memory of its worker;
+    allowed_roots: folders or URL prefixes media must lie in (empty = anywhere)."""
 
     missing_audio: Literal["keep", "reject"] = "keep"
     truncated: Literal["keep", "reject"] = "keep"
@@ -121,7 +121,7 @@ class PackConfig(Strict):
     output: str
     source_name: str = "qwen_omni_offline_av"
     imports: list[str] = []
-    preprocessor_args: dict[str, str | int | float | bool | None] = {}
+    preprocessor_args: dict[str, str | int | float | bool | list[str] | None] = {}
     seed: int = 0
     executor: ExecutorConfig = ExecutorConfig()
     video: VideoConfig = VideoConfig()

@@ -25,7 +25,7 @@ from pack.plan import Partition, Plan, PlanChange, make_plan, with_retries
 from pack.plan_file import PLAN_FILE, load_plan, save_plan
 from pack.reader import CARD_FILE, INDEX_FILE
 from pack.rejects import read_plan_commits, rejected_offsets
-from pack.report import Counts, Events, bad_ratio, bar, job_progress
+from pack.report import Counts, Events, bad_ratio, bad_rows, bar, job_progress
 from pack.row import MediaLoader, check_preprocessor_args
 from pack.signals import Stoppable
 from pack.storage import Storage, open_storage, remove_tree
@@ -316,8 +316,8 @@ def check_threshold(card: DatasetCard, config: PackConfig) -> None:
     """DataThresholdError when more rows were rejected than `rows.max_bad_ratio` allows."""
     ratio, limit = bad_ratio(card), config.rows.max_bad_ratio
     if ratio > limit:
-        count = sum(card.totals.rejected.values())
+        count, rows = bad_rows(card)
         raise DataThresholdError(
-            f"{count:,} of {card.totals.rows_in:,} rows were rejected ({ratio:.1%}); rows.max_bad_ratio allows "
+            f"{count:,} of {rows:,} rows were rejected ({ratio:.1%}); rows.max_bad_ratio allows "
             f"{limit:.1%}. Everything else is packed; `omniloom pack rejects` lists them"
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pack.plan import Partition, Plan
 from pack.storage import REJECTS_FILE, Committed, Storage
 from schemas.dataset import PartitionCommit, Reject
-from schemas.errors import SchemaError
+from schemas.errors import FILTER_REASONS, SchemaError
 
 Place = tuple[str, int]  # manifest file, row number
 
@@ -84,7 +84,7 @@ def rejected_offsets(
     storage: Storage, plan: Plan, commits: Sequence[Commit], reasons: Sequence[str] = ()
 ) -> dict[int, list[int]]:
     """Number of a base partition -> offsets of its rows that are rejected now and may succeed: another reason than
-    `duplicate_id`, which the plan itself decides."""
+    `duplicate_id`, which the plan itself decides, and than a filter, unless `reasons` name it."""
     base: dict[str, list[tuple[int, int]]] = {}  # path -> (first row, number), rising
     for partition in plan.partitions:
         if not partition.generation:
@@ -94,7 +94,8 @@ def rejected_offsets(
         starts.sort()
     found: dict[int, list[int]] = {}
     for reject in final_rejects(storage, plan, commits):
-        if reject.reason == "duplicate_id" or (reasons and reject.reason not in reasons):
+        wanted = reject.reason in reasons if reasons else reject.reason not in FILTER_REASONS
+        if reject.reason == "duplicate_id" or not wanted:
             continue
         starts = base[reject.manifest]
         low, number = starts[bisect_right(starts, reject.row, key=lambda start: start[0]) - 1]

@@ -19,6 +19,7 @@ from rich.table import Table
 from pack.readme import human_bytes, plural
 from pack.storage import Storage
 from schemas.dataset import DatasetCard
+from schemas.errors import FILTER_REASONS
 
 EVENTS_FILE = "events.jsonl"
 LINE_EVERY_S = 5.0  # where the output is no terminal
@@ -232,6 +233,14 @@ def summary_table(card: DatasetCard, location: str) -> Table:
     return table
 
 
+def bad_rows(card: DatasetCard) -> tuple[int, int]:
+    """(rejected rows, all rows), without those that a filter left out."""
+    rejected = card.totals.rejected
+    filtered = sum(rejected.get(reason, 0) for reason in FILTER_REASONS)
+    return sum(rejected.values()) - filtered, card.totals.rows_in - filtered
+
+
 def bad_ratio(card: DatasetCard) -> float:
-    """Share of rejected rows."""
-    return sum(card.totals.rejected.values()) / card.totals.rows_in if card.totals.rows_in else 0.0
+    """Share of rejected rows among those that no filter left out."""
+    bad, rows = bad_rows(card)
+    return bad / rows if rows else 0.0

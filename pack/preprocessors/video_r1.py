@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pack.preprocessors.choices import bad, media_parts, parse_choices, text_of, untag
+from pack.preprocessors.filters import MEDIA, check_media, check_source, check_type, names_of
 from schemas.conversation import Turn
 from schemas.registry import PREPROCESSOR_REGISTRY
 
@@ -23,8 +24,11 @@ REASONING = "Think first, inside <think> </think>."
 ANSWER = "Give {kind} inside <answer> </answer>."
 
 
-@PREPROCESSOR_REGISTRY.register("Video-R1", arguments=("reasoning",))
-@PREPROCESSOR_REGISTRY.register("video_r1", arguments=("reasoning",))
+ARGUMENTS = ("reasoning", "types", "source_prefixes", "require_media")
+
+
+@PREPROCESSOR_REGISTRY.register("Video-R1", arguments=ARGUMENTS)
+@PREPROCESSOR_REGISTRY.register("video_r1", arguments=ARGUMENTS)
 def video_r1(
     conversations: Any,
     *,
@@ -34,15 +38,24 @@ def video_r1(
     num_audios: int = 0,
     num_images: int = 0,
     reasoning: bool = True,
+    types: str | list[str] | None = None,
+    source_prefixes: str | list[str] | None = None,
+    require_media: str | list[str] | None = None,
     **kwargs: Any,
 ) -> list[Turn]:
     """Media, problem (and choices) -> <think> and <answer>; choices, answer and scoring kind are kept as metadata.
 
     The assistant says `process` (where the row has it, and `reasoning` is true) and the answer in its tags. The file of
     the row stands under `path` with `data_type`, or in the usual lists of media.
+    Filters, each null for none: types: of problem_type (the keys of `PROBLEM_TYPES`); source_prefixes: of data_source
+    or source; require_media: at least one of each of video, audio, image.
     """
     fields = conversations if isinstance(conversations, Mapping) else row or {}
     kind = fields.get("problem_type")
+    check_type(kind, names_of(types, "types", tuple(PROBLEM_TYPES)), "problem_type")
+    check_source(fields, names_of(source_prefixes, "source_prefixes"))
+    counts = {"video": num_videos, "audio": num_audios, "image": num_images}
+    check_media(counts, names_of(require_media, "require_media", MEDIA))
     if not isinstance(kind, str) or kind.lower() not in PROBLEM_TYPES:
         raise bad(f"unknown problem_type {kind!r}; known: {', '.join(PROBLEM_TYPES)}")
     scoring, wanted = PROBLEM_TYPES[kind.lower()]
@@ -56,7 +69,7 @@ def video_r1(
         lines += [] if choices.lines() in problem else [choices.lines()]
         facts = choices.metadata()
     if scoring in ("numerical", "regression"):
-        facts["answer_value"] = _number(solution)
+        facts["answer_value"] = parse_number(solution)
     process = fields.get("process") if reasoning else None
     lines += [REASONING] if process else []
     lines.append(ANSWER.format(kind=wanted))
@@ -69,7 +82,7 @@ def video_r1(
     return [["user", *media, ("text", "\n".join(lines))], ["assistant", ("text", answer)]]
 
 
-def _number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """The value of '12', '1,200.5', '35%' (0.35), '3/4'; None for anything else, which a scorer compares as text."""
     plain = text.replace(",", "").replace(" ", "").rstrip(".")
     scale = 0.01 if plain.endswith("%") else 1.0

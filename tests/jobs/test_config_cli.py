@@ -32,7 +32,7 @@ def test_preprocessors_list():
     text = run(preprocessors_cli.app, "list")
     assert "qwen_omni_offline_av\n" in text and "pack.preprocessors.avqa.avqa; arguments: answer_form" in text
     listed = {entry["name"]: entry for entry in json.loads(run(preprocessors_cli.app, "list", "--json"))}
-    assert listed["video_r1"]["arguments"] == ["reasoning"]
+    assert listed["video_r1"]["arguments"] == ["reasoning", "types", "source_prefixes", "require_media"]
     assert all(entry["summary"] for entry in listed.values())
 
 

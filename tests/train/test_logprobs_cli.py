@@ -94,7 +94,7 @@ def test_the_command_knows_what_the_data_path_knows() -> None:
 
 
 WRONG = [
-    (("--tokens", "lables"), "error: --tokens lables; did you mean 'labelled'? known: labelled, text, all"),
+    (("--tokens", "labeled"), "error: --tokens labeled; did you mean 'labelled'? known: labelled, text, all"),
     (("--backend", "hf"), "error: --backend hf; known: native, transformers"),
     (("train.accelerator.dp_shard_size=3",), "but there are 1 ranks"),
     (("--max-samples", "0"), "--max-samples 0: must be at least 1"),

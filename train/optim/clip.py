@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from train.optim.kernels import kernel
 
+LARGE = 2**22  # elements of a gradient that is worth a kernel of its own
 Sharding = tuple[DeviceMesh, tuple[int, ...]]  # mesh and the dimensions of it that shard
 
 
@@ -29,15 +30,15 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, device: torch.
 
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """In place. torch's lists are slow where the factor is of another dtype."""
-    if not tensors[0].is_cuda or tensors[0].dtype == factor.dtype:
-        torch._foreach_mul_(tensors, factor)
-        return
-    for tensor in tensors:
-        if tensor.is_contiguous():
-            kernel("triton_scale:scale")(tensor, factor)
-        else:
-            tensor.mul_(factor)
+    """In place. Where the factor is of another dtype torch's lists are slow on a GPU; of large tensors that is the
+    kernel, of small ones the launch, which takes longer from Triton."""
+    alone = tensors[0].is_cuda and tensors[0].dtype != factor.dtype
+    large = [tensor for tensor in tensors if alone and tensor.numel() >= LARGE and tensor.is_contiguous()]
+    chosen = {id(tensor) for tensor in large}
+    for tensor in large:
+        kernel("triton_scale:scale")(tensor, factor)
+    if small := [tensor for tensor in tensors if id(tensor) not in chosen]:
+        torch._foreach_mul_(small, factor)
 
 
 @torch.no_grad()

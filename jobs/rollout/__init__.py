@@ -1,0 +1,1 @@
+"""The rollouts job: packed samples -> sampled answers with log-probabilities and rewards (`schemas.rollouts`)."""
