@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,14 @@ from typing import Any
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 452, 10, 196
 MAX_POINTS = 600  # per curve; more are averaged
+HEAD, FOOT = 24, 26  # of a chart in a file of its own: title and legend
+FILE_STYLE = """
+:root { --c0: #2563eb; --c1: #d9480f; --c2: #2b8a3e; --c3: #9c36b5; --c4: #a16207; --c5: #0b7285; --c6: #c2255c;
+  --c7: #5f3dc4 }
+svg { background: #fff } text { fill: #666; font: 11px system-ui, sans-serif } .title { fill: #333; font-size: 13px }
+.grid { stroke: #8884 } .raw { opacity: .35 } .cursor { display: none }
+path { fill: none; stroke-width: 1.6; stroke-linejoin: round }
+"""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,24 @@ def chart_svg(curves: Sequence[Curve], raw: Sequence[Curve] = (), *, from_zero: 
         "values": [[found.get(step) for step in steps] for found in by_step],
     }
     return "".join(parts), data
+
+
+def chart_file(title: str, curves: Sequence[Curve], *, from_zero: bool) -> str:
+    """An SVG that stands alone, with a legend."""
+    picture, _ = chart_svg(curves, from_zero=from_zero)
+    placed = picture.replace("<svg ", f'<svg y="{HEAD}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+    whole = HEAD + HEIGHT + FOOT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {whole}" width="{2 * WIDTH}">',
+        f'<style>{FILE_STYLE}</style><text class="title" x="{LEFT}" y="17">{html.escape(title)}</text>{placed}',
+    ]
+    for number, curve in enumerate(curves):
+        x = LEFT + number * (RIGHT - LEFT) / len(curves)
+        parts.append(
+            f'<path style="stroke: var(--c{number % 8}); stroke-width: 4" d="M{x:.1f} {whole - 14} h12"/>'
+            f'<text x="{x + 17:.1f}" y="{whole - 10}">{html.escape(curve.name)}</text>'
+        )
+    return "".join([*parts, "</svg>\n"])
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -126,7 +126,7 @@ def lora_part(bench: Bench) -> None:
     settings = {"model.lora_config": LORA, **FROZEN, "train.optimizer.type": "adamw", "train.optimizer.lr": 1e-4}
     phases = [
         Phase("1 micro-batch of 16k a step", "4k", 16384, 1, 2, 3, watched=True),
-        Phase("8 micro-batches of 16k a step", "4k", 16384, 8, 0, 2),
+        Phase("8 micro-batches of 16k a step", "4k", 16384, 8, 1, 2),
     ]
     bench.run("lora", "train", phases, nproc=1, settings=settings)
 

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from jobs.bench.claims import Claim, at_least, at_most, report
 from schemas.strict import check_config
-from train.chart import Curve, chart_svg
+from train.chart import Curve, chart_file
 from train.config_optimizer import OptimizerConfig
 from train.models.inputs import ModelInputs
 from train.models.spec import SPECS
@@ -163,8 +163,8 @@ def claims(size: Size, out: Path | None, device: torch.device) -> list[Claim]:
         found += _compare(kind, before, held, size)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            picture, _ = chart_svg(curves, from_zero=False)
-            (out / f"rounding_{kind.lower()}.svg").write_text(picture)
+            picture = chart_file(f"{kind}: loss of fine-tuning, by step", curves, from_zero=False)
+            (out / f"rounding_{kind.lower()}.svg").write_text(picture, encoding="utf-8")
     return found
 
 

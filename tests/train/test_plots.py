@@ -8,12 +8,13 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from schemas.errors import ConfigError
 from tests.browser import Page, find_chromium
-from train.chart import MAX_POINTS, Curve, axis_ticks, chart_svg, label, step_ticks, thinned
+from train.chart import MAX_POINTS, Curve, axis_ticks, chart_file, chart_svg, label, step_ticks, thinned
 from train.config import LoggingConfig, WandbConfig
 from train.metric_writers import JsonlWriter, open_writers, read_metrics
 from train.plots import plots_html, write_plots
@@ -130,6 +131,15 @@ def lines(count: int) -> list[dict[str, Any]]:
         {"step": step, "loss": 5.0 / step, "loss/a<b>": 4.0 / step, "lr/base": 1e-5, "tokens_total": step * 1000}
         for step in range(1, count + 1)
     ]
+
+
+def test_a_chart_in_a_file_of_its_own() -> None:
+    curves = [Curve("a < b", [(0, 1.0), (5, 2.0)]), Curve("c", [(0, 3.0), (5, 1.0)])]
+    root = ElementTree.fromstring(chart_file("loss & step", curves, from_zero=False))
+    name = "{http://www.w3.org/2000/svg}"
+    texts = [element.text for element in root.iter(f"{name}text")]
+    assert root.tag == f"{name}svg" and {"loss & step", "a < b", "c"} <= set(texts)
+    assert len(list(root.iter(f"{name}path"))) == 2 * len(curves)  # lines and the legend's marks
 
 
 def test_the_page_has_a_chart_for_what_there_is(tmp_path: Path) -> None:
