@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from schemas.errors import ConfigError
-from train.config import BatchConfig, TrainConfig
+from train.config import BatchConfig, LoraConfig, TrainConfig
 from train.data.plan import rank_slots
 from train.data.plan_store import PlanStore
 from train.mesh import Degrees
-from train.model_build import AnyModel, master_dtype
+from train.model_build import AnyModel, read_dtype
 from train.models.moe import Experts
 from train.models.spec import fsdp_units
 from train.optim.build import STATE_DTYPES
@@ -66,7 +66,9 @@ class MemoryEstimate:
         return [*said, f"memory of each GPU {self.gpu / 1e9:.1f} GB"]
 
 
-def estimate_memory(model: AnyModel, degrees: Degrees, train: TrainConfig, max_seq_len: int) -> MemoryEstimate:
+def estimate_memory(
+    model: AnyModel, degrees: Degrees, train: TrainConfig, max_seq_len: int, lora: LoraConfig | None = None
+) -> MemoryEstimate:
     """Of a model on the meta device, frozen as it will be. max_seq_len: tokens of a packed sequence."""
     fsdp = train.accelerator.fsdp_config
     itemsize = getattr(torch, fsdp.mixed_precision.compute_dtype).itemsize
@@ -76,7 +78,7 @@ def estimate_memory(model: AnyModel, degrees: Degrees, train: TrainConfig, max_s
     root = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_blocks)
     sizes = sorted((gathered_numel(block, degrees.ep) for _, block in blocks), reverse=True)
     whole = sum(sizes) if not fsdp.reshard_after_forward else sum(sizes[:2])
-    alone = degrees.world == 1 and itemsize == master_dtype(train).itemsize and not fsdp.offload
+    alone = degrees.world == 1 and itemsize == read_dtype(lora, train).itemsize and not fsdp.offload
     beside = 0 if (tower := getattr(model, "frozen_audio", None)) is None else tower.nbytes
     gradients = sum(shard_bytes(parameter, degrees.fsdp) for parameter in trained)
     if not fsdp.sync_every_micro_batch and degrees.fsdp > 1:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from convert.small_files import is_carried, read_carried
 from schemas.errors import ConfigError, UnsupportedError
-from train.config import ModelConfig, TrainConfig
+from train.config import LoraConfig, ModelConfig, TrainConfig
 from train.config_trainer import GradientCheckpointingConfig, OffloadConfig
 from train.data.route import RouteSpec
 from train.data.serving import ModelInputs
@@ -171,6 +171,16 @@ def share_router(model: AnyModel, mesh: Mesh) -> None:
         model.reduce_router = RouterReduction()
 
 
+def read_dtype(lora: LoraConfig | None, train: TrainConfig) -> torch.dtype:
+    """In which parameters lie that the forward pass reads as they are: the masters', or that of the frozen base when
+    adapters alone are trained, which are cast where they are multiplied by. An adapter that training starts from may
+    bring whole modules."""
+    if lora is not None and not lora.modules_to_save and lora.lora_adapter is None:
+        computed: torch.dtype = getattr(torch, train.accelerator.fsdp_config.mixed_precision.compute_dtype)
+        return computed
+    return master_dtype(train)
+
+
 def parallelize(
     model: AnyModel, mesh: Mesh, train: TrainConfig, files: ModelFiles, *, fill: bool, lora: LoraPlan | None = None
 ) -> None:
@@ -183,7 +193,7 @@ def parallelize(
     if whole_first:
         give_memory(model, device if train.init_device == "cuda" else torch.device("cpu"))
         _fill(model, files, train.seed, fill=fill or lora is not None, show=mesh.rank == 0)
-    if needs_wrapping(mesh, fsdp, master_dtype(train)):
+    if needs_wrapping(mesh, fsdp, read_dtype(None if lora is None else lora.config, train)):
         apply_parallel(model, fsdp_units(model, whole_towers=fsdp.tower_units == "whole"), mesh, fsdp)
     elif whole_first:
         model.to(device)

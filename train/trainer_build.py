@@ -45,6 +45,7 @@ from train.model_build import (
     model_spec,
     parallelize,
     plan_lora,
+    read_dtype,
     set_gradient_checkpointing,
     share_router,
 )
@@ -116,7 +117,8 @@ class TrainerParts:
         self.process = Process.from_environment()
         device = self.process.device()
         alone = Mesh.make(train.accelerator, self.process.world_size, self.process.rank, device)
-        wanted = needs_wrapping(alone, train.accelerator.fsdp_config, master_dtype(train))
+        dtype = read_dtype(self.args.model.lora_config, train)
+        wanted = needs_wrapping(alone, train.accelerator.fsdp_config, dtype)
         if wanted and not dist.is_initialized():
             start_process_group(self.process, device, COLLECTIVE_TIMEOUT_S)
         self.mesh = (

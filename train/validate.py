@@ -79,7 +79,7 @@ def validate_config(config: OmniConfig, world_size: int, *, data: bool = True) -
     model = _check_model(config, degrees, found)
     if model is not None and degrees is not None:
         with found.check():
-            memory = estimate_memory(model, degrees, config.train, config.data.max_seq_len)
+            memory = estimate_memory(model, degrees, config.train, config.data.max_seq_len, config.model.lora_config)
             *parts, total = memory.lines()
             found.add("memory of each GPU", f"{total.rpartition('GPU ')[2]}: {', '.join(parts)}")
     if data:

@@ -21,7 +21,7 @@ from jobs.bench.headline_setup import TOP_LAYERS, Phase, Run, run_config
 from train.callbacks.base import Callback
 from train.callbacks.metrics import MetricsCallback
 from train.config import OmniConfig
-from train.model_build import master_dtype
+from train.model_build import read_dtype
 from train.models.initialize import initializers
 from train.models.spec import fsdp_units
 from train.parallel.apply import apply_parallel
@@ -44,7 +44,7 @@ class HeadlineTrainer(VLMTrainer):
     def build_parallel(self) -> None:
         train, mesh = self.args.train, self.mesh
         fsdp = train.accelerator.fsdp_config
-        if needs_wrapping(mesh, fsdp, master_dtype(train)):
+        if needs_wrapping(mesh, fsdp, read_dtype(self.args.model.lora_config, train)):
             units = fsdp_units(self.model, whole_towers=fsdp.tower_units == "whole")
             apply_parallel(self.model, units, mesh, fsdp)
         give_memory(self.model, torch.device("cpu") if fsdp.offload else mesh.device)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from convert.adapter_config import CONFIG_FILE
 from convert.dcp_index import read_index
@@ -16,6 +17,7 @@ from schemas.errors import ConfigError, ResumableError, UnsupportedError
 from schemas.strict import check_config
 from tests import dist as processes
 from tests.train.models.checkpoints import write
+from tests.train.parallel.steps import whole
 from tests.train.test_trainer import Watch
 from tests.train.tiny import omni_config, write_data, write_omni_config
 from train.config import OmniConfig
@@ -97,6 +99,34 @@ def test_an_interrupted_training_goes_on_bit_by_bit(
     assert len(set(whole.losses)) == STEPS
     values = dict(end.model.named_parameters())
     assert all(torch.equal(p, values[name]) for name, p in again.model.named_parameters())
+
+
+def bf16(**fsdp: Any) -> dict[str, Any]:
+    return {"fsdp_config": {"mixed_precision": {"enable": True, "param_dtype": "bfloat16"}, **fsdp}}
+
+
+def test_adapters_alone_in_one_process_need_no_copy_of_the_base(
+    tmp_path: Path, sources: list[dict[str, Any]], base: Path
+) -> None:
+    """Their factors are cast where they are used; offload gathers and casts everything, and gives the same."""
+    alone = {key: value for key, value in LORA.items() if key != "modules_to_save"}
+    found = []
+    for name, lora, fsdp in (("plain", alone, {}), ("gathered", alone, {"offload": True}), ("saved", LORA, {})):
+        watch = Watch()
+        values = config_of(tmp_path / name, sources, base, lora, accelerator=bf16(**fsdp)).model_dump()
+        values["model"]["ops_implementation"]["moe_implementation"] = "eager"  # odd sizes of bfloat16
+        trainer = make_trainer(check_config(values, OmniConfig), callbacks=[watch])
+        trainer.train()
+        assert isinstance(trainer.model, FSDPModule) == (name != "plain")
+        trained = [p for p in trainer.model.parameters() if p.requires_grad]
+        frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
+        assert {p.dtype for p in trained} == {torch.float32} and {p.dtype for p in frozen} == {torch.bfloat16}
+        found.append((watch.losses, [whole(p) for p in trained]))
+    (losses, made), (gathered_losses, gathered), _ = found
+    assert len(set(losses)) == STEPS
+    assert losses == pytest.approx(gathered_losses, rel=1e-3)
+    for got, want in zip(made, gathered, strict=True):
+        assert float((got - want).norm()) <= 5e-2 * float(want.norm())
 
 
 def test_only_what_is_trained_is_saved_and_the_base_stays_bit_by_bit(
