@@ -5,10 +5,10 @@ the down product, a weighted gather-sum in float32. Backward after SonicMoE (arX
 never stored; one kernel turns it into the gradients of the pre-activations and of the routing weights. Saved are x and
 the pre-activations only. No atomics, so every run gives the same bits; no host sync, so a CUDA graph can hold it.
 
-One H200, E = 128, k = 8, H = 2048, I = 768, bfloat16, forward and backward at T = 8192, 16384, 32768: 3.8 to 4.0, 7.3 to 7.6,
-13.7 to 14.3 ms, which is 59 to 61, 62 to 64, 66 to 68 % of 790 TFLOP/s, in 1.7, 2.2, 3.2 GiB with all gradients. VeOmni
-0.1.12's Triton experts took 1.88 to 1.99 times as long and up to 8.9 GiB; compiled grouped_mm 1.17 to 1.24
-times. A busiest expert of 13.8 times the mean load costs 1 %. Errors to float32: 2.6e-3 to 3.5e-3.
+One H200, E = 128, k = 8, H = 2048, I = 768, bfloat16, forward and backward at T = 8192, 16384, 32768: 3.8 to 4.0, 7.3
+to 7.6, 13.7 to 14.3 ms, which is 59 to 61, 62 to 64, 66 to 68 % of 790 TFLOP/s, in 1.7, 2.2, 3.2 GiB with all
+gradients. VeOmni 0.1.12's Triton experts took 1.88 to 1.99 times as long and up to 8.9 GiB; compiled grouped_mm 1.17 to
+1.24 times. A busiest expert of 13.8 times the mean load costs 1 %. Errors to float32: 2.6e-3 to 3.5e-3.
 
 Shapes: T rows, H hidden size, k chosen experts per row, E experts, I width of an expert, M = T * k, R LoRA rank.
 """
