@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from convert.assemble import open_base
 from convert.job import Options, run
 from convert.progress import Meter, shown, stoppable
 from convert.system_errors import stated
@@ -26,6 +27,7 @@ from convert.tables.hub import FAMILIES
 from convert.trainer import dcp_to_hf_conversion
 from convert.verify import verify_conversion
 from schemas.errors import ConfigError, OmniloomError
+from train.config import CheckpointConfig
 
 HF_FOLDER = "hf"
 WORKERS = 2  # threads that read and write, beside a training that wants the rest
@@ -102,8 +104,13 @@ class Exporter:
             raise faults[0]
 
     def stop(self) -> None:
-        """Ends what runs; its journal lets the same command go on."""
-        self._waiting.clear()
+        """Ends what runs; its journal lets the same command go on. What was waiting is told, too."""
+        waiting, self._waiting = self._waiting, []
+        for checkpoint in waiting:
+            log.warning(
+                "%s: is not exported yet; the same training does it when it goes on, or: %s",
+                *(checkpoint, self.command_line(checkpoint)),
+            )
         running, self._running = self._running, None
         if running is None:
             return
@@ -156,6 +163,26 @@ def check_exportable(family: str) -> None:
             f"train.checkpoint.save_hf_weights: a {family} cannot be exported (known: {', '.join(FAMILIES)}); "
             "set it to false and hf_save_steps to 0"
         )
+
+
+def check_export(config: CheckpointConfig, family: str, *, adapters: bool) -> None:
+    """What can be told of the exports of a training before it begins. family: of the model; adapters: a LoRA training,
+    which exports these alone. ConfigError, IncompleteSourceError: the family, or `checkpoint.hf_base`, does not do."""
+    if adapters or not (config.save_hf_weights or config.hf_save_steps):
+        return
+    check_exportable(family)
+    if config.hf_base is None:
+        return
+    key = "train.checkpoint.hf_base"
+    try:
+        base = open_base(Path(config.hf_base))
+    except OmniloomError as error:
+        stated = OmniloomError(f"{key}: {error}")
+        stated.exit_code = error.exit_code
+        raise stated from error
+    theirs = base.model.family.model_type
+    if theirs.removesuffix("_thinker") != family.removesuffix("_thinker"):
+        raise ConfigError(f"{key}: {config.hf_base} is a {theirs}, the model a {family}")
 
 
 def export(checkpoint: Path, output: Path, base: Path | None) -> None:

@@ -42,17 +42,19 @@ METRICS: dict[str, tuple[str, str]] = {
     "moe/max/": ("1", "tokens of the fullest expert / mean, of one layer, over the monitor's interval"),
     "moe/min/": ("1", "tokens of the emptiest expert / mean, of one layer, over the monitor's interval"),
     "source/tokens/": ("tokens", "labelled, of one source, since this start"),
-    "source/loss/": ("nats per token", "of one source, mean since this start"),
+    "source/loss/": ("nats per token", "of one source, mean since this start; as `loss` of `grpo` without unit"),
     "grpo/reward": ("1", "mean over the responses that were trained on"),
     "grpo/reward_std": ("1", "standard deviation of these"),
     "grpo/no_advantage": ("1", "share of responses whose advantage is 0, such as those of rows with equal rewards"),
     "grpo/ratio": ("1", "probability of a response token / the one it was drawn with, mean over tokens"),
     "grpo/clip_low": ("1", "share of response tokens whose gradient stopped as they had become too improbable"),
     "grpo/clip_high": ("1", "the same, too probable"),
+    "grpo/far": ("1", "share of response tokens more than e^20 away from what was recorded, which teach nothing"),
     "grpo/kl_old": ("nats per token", "divergence from the policy that drew the tokens, estimated as r - 1 - log r"),
     "grpo/kl_ref": ("nats per token", "divergence from the reference (k3), with `kl_coef` alone"),
     "grpo/nll": ("nats per token", "-log probability of the response tokens, mean"),
-    "eval/": ("nats per token", "what an evaluation gave: eval/loss, eval/<source>/loss in nats per token"),
+    "eval/loss": ("nats per token", "cross-entropy of the held-out data, mean over all labelled tokens"),
+    "eval/loss/": ("nats per token", "the same, of one source, where `train.evaluation.sources` has several"),
 }
 
 

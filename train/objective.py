@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from train.data.sources import OpenSource
 
 # sums over response tokens, in the order of `TokenTerms.sums`; the last one only of an objective with a penalty
-TOKEN_SUMS = ("ratio", "clip_low", "clip_high", "kl_old", "nll", "kl_ref")
+TOKEN_SUMS = ("ratio", "clip_low", "clip_high", "kl_old", "nll", "far", "kl_ref")
+FAR = 20.0  # a probability that is 5e8 times another; exp() of 89 is no float32
 # sums over responses
 RESPONSE_SUMS = ("responses", "reward", "reward_square", "no_advantage")
 
@@ -64,23 +65,29 @@ class GrpoObjective:
         self, logprobs: Tensor, labelled: Tensor, advantage: Tensor, old: Tensor, reference: Tensor
     ) -> TokenTerms:
         """All [S]; where the derivative jumps, at a ratio of exactly 1 - clip_low or 1 + clip_high, it is that of the
-        unclipped side."""
-        moved = torch.where(labelled, logprobs - old, 0.0)
+        unclipped side. Further than FAR from the recorded log-probability a token is no token of this policy, whatever
+        it was recorded by: its ratio stays there and has no slope."""
+        moved, near = _bounded(logprobs - old, labelled)
         ratio = moved.exp()
         low = labelled & (ratio < 1 - self.clip_low) & (advantage < 0)
         high = labelled & (ratio > 1 + self.clip_high) & (advantage > 0)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss = -torch.minimum(ratio * advantage, clipped * advantage)
-        slope = torch.where(low | high, 0.0, -ratio * advantage)
-        kept = [ratio * labelled, low, high, ratio - moved - 1, torch.where(labelled, -logprobs, 0.0)]
+        slope = torch.where(low | high | ~near, 0.0, -ratio * advantage)
+        kept = [ratio * labelled, low, high, ratio - moved - 1, torch.where(labelled, -logprobs, 0.0), labelled & ~near]
         if self.kl_coef:
-            away = torch.where(labelled, reference - logprobs, 0.0)
+            away, near = _bounded(reference - logprobs, labelled)
             penalty = away.exp() - away - 1
             loss = loss + self.kl_coef * penalty
-            slope = slope + self.kl_coef * (1 - away.exp())
+            slope = slope + torch.where(near, self.kl_coef * (1 - away.exp()), 0.0)
             kept.append(penalty)
         sums = torch.stack([values.float().sum() for values in kept])
         return TokenTerms(torch.where(labelled, loss, 0.0), torch.where(labelled, slope, 0.0), sums)
+
+
+def _bounded(difference: Tensor, labelled: Tensor) -> tuple[Tensor, Tensor]:
+    """(differences within FAR, 0 without a label; whether they were)."""
+    return torch.where(labelled, difference.clamp(-FAR, FAR), 0.0), difference.abs() <= FAR
 
 
 def with_rollouts(inputs: ModelInputs, config: ObjectiveConfig) -> ModelInputs:

@@ -22,7 +22,18 @@ class Instead(NamedTuple):
 _LIST = "data.sources"
 _ONLY_PLAN = "the plan packs ahead of the training"
 _NOT_HERE = "not supported"
-_NPU = "not supported: GPUs and CPUs only"
+_PADDING = "always on: sequences are packed, attention sees their documents apart"
+
+
+def _packed(key: str) -> Instead:
+    """Of media, which are decoded once, ahead of the training."""
+    return Instead(None, f"at packing: {key} of omniloom pack")
+
+
+def _moved(key: str) -> Instead:
+    """Of VeOmni's older, flat layout."""
+    return Instead(key, "stands there now")
+
 
 VEOMNI_KEYS: dict[str, Instead] = {
     "model.tokenizer_path": Instead("data.processor_path", "one folder with tokenizer and preprocessor files"),
@@ -50,6 +61,22 @@ VEOMNI_KEYS: dict[str, Instead] = {
     "data.dyn_bsz_buffer_size": Instead("data.window_rows", f"rows that are packed together; {_ONLY_PLAN}"),
     "data.text_keys": Instead("data.sources", "a preprocessor (source_name) reads the row"),
     "data.chat_template": Instead(None, "not needed: Qwen's layout, by construction, with labels"),
+    "data.num_workers": _moved("data.dataloader.num_workers"),
+    "data.prefetch_factor": _moved("data.dataloader.prefetch_factor"),
+    "data.pin_memory": _moved("data.dataloader.pin_memory"),
+    "data.drop_last": Instead(None, "not needed: the plan makes whole steps"),
+    "data.mm_configs.fps": _packed("pack.video.fps"),
+    "data.mm_configs.min_frames": _packed("pack.video.min_frames"),
+    "data.mm_configs.max_frames": _packed("pack.video.max_frames"),
+    "data.mm_configs.video_min_pixels": _packed("pack.video.min_pixels"),
+    "data.mm_configs.video_max_pixels": _packed("pack.video.max_pixels"),
+    "data.mm_configs.video_total_pixels": _packed("pack.video.total_pixels"),
+    "data.mm_configs.image_min_pixels": _packed("pack.image.min_pixels"),
+    "data.mm_configs.image_max_pixels": _packed("pack.image.max_pixels"),
+    "data.mm_configs.scale_factor": _packed("pack.video.factor, 32 for Qwen3 (28 is Qwen2.5's)"),
+    "data.mm_configs.frame_factor": Instead(None, "not needed: the model's temporal patch"),
+    "data.mm_configs.max_ratio": Instead(None, "not needed: the limit of the model's processor"),
+    "data.mm_configs.sample_rate": _packed("pack.audio.sample_rate"),
     "data.silent_exception": Instead("data.dead_samples", "fail, or mask to go on without the sample"),
     "data.dataloader.type": Instead(None, "not needed: there is one loader"),
     "data.dataloader.worker_num_threads": Instead(None, "not needed: workers have one thread each"),
@@ -72,6 +99,36 @@ VEOMNI_KEYS: dict[str, Instead] = {
     "train.sync_each_train_step": Instead("train.logging.log_steps", "the only steps that wait for the device"),
     "train.empty_cache_steps": Instead(None, "not needed: memory is not fragmented by our own buffers"),
     "train.gc_steps": Instead(None, "not needed: a micro-batch is released after its backward pass"),
+    "train.data_parallel_mode": _moved("train.accelerator.fsdp_config.fsdp_mode"),
+    "train.enable_full_shard": _moved("train.accelerator.dp_replicate_size"),
+    "train.enable_fsdp_offload": _moved("train.accelerator.fsdp_config.offload"),
+    "train.enable_mixed_precision": _moved("train.accelerator.fsdp_config.mixed_precision.enable"),
+    "train.enable_forward_prefetch": _moved("train.accelerator.fsdp_config.forward_prefetch"),
+    "train.enable_activation_offload": _moved("train.accelerator.offload_config.enable_activation"),
+    "train.activation_gpu_limit": _moved("train.accelerator.offload_config.activation_gpu_limit"),
+    "train.enable_gradient_checkpointing": _moved("train.gradient_checkpointing.enable"),
+    "train.enable_reentrant": Instead(None, "never: it breaks hooks and unused inputs"),
+    "train.rmpad": Instead(None, _PADDING),
+    "train.rmpad_with_pos_ids": Instead(None, _PADDING),
+    "train.ulysses_parallel_size": _moved("train.accelerator.ulysses_size"),
+    "train.expert_parallel_size": _moved("train.accelerator.ep_size"),
+    "train.output_dir": _moved("train.checkpoint.output_dir"),
+    "train.save_steps": _moved("train.checkpoint.save_steps"),
+    "train.save_epochs": _moved("train.checkpoint.save_epochs"),
+    "train.save_async": _moved("train.checkpoint.save_async"),
+    "train.save_hf_weights": _moved("train.checkpoint.save_hf_weights"),
+    "train.load_checkpoint_path": _moved("train.checkpoint.load_path"),
+    "train.ckpt_manager": Instead(None, "not needed: torch's distributed checkpoint is the one"),
+    "train.lr": _moved("train.optimizer.lr"),
+    "train.lr_min": _moved("train.optimizer.lr_min"),
+    "train.lr_decay_style": _moved("train.optimizer.lr_decay_style"),
+    "train.lr_warmup_ratio": _moved("train.optimizer.lr_warmup_ratio"),
+    "train.weight_decay": _moved("train.optimizer.weight_decay"),
+    "train.max_grad_norm": _moved("train.optimizer.max_grad_norm"),
+    "train.use_wandb": _moved("train.logging.wandb.enable"),
+    "train.wandb_project": _moved("train.logging.wandb.project"),
+    "train.wandb_name": _moved("train.logging.wandb.name"),
+    "train.enable_profiling": _moved("train.profile.enable"),
     "train.eval_steps": Instead("train.evaluation.steps", "another name"),
     "train.eval_epochs": Instead("train.evaluation.steps", "counted in steps"),
     "train.channel_loss": Instead(None, "always on: the loss of each source is logged"),

@@ -108,6 +108,7 @@ class Expected:
     kl_old: float
     kl_ref: float
     nll: float
+    far: int = 0
 
 
 def expected(

@@ -96,7 +96,9 @@ def test_what_fails_is_told_at_the_end(tmp_path: Path, monkeypatch: pytest.Monke
         exporter.wait()
 
 
-def test_an_export_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("sys.executable", script(tmp_path, "exec sleep 60"))
     exporter = Exporter(tmp_path, None)
     exporter.start(tmp_path / "step_2")
@@ -104,8 +106,11 @@ def test_an_export_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     process = exporter._running
     assert process is not None
     began = time.monotonic()
-    exporter.stop()
+    exporter.start(tmp_path / "step_4")
+    with caplog.at_level("WARNING", logger="omniloom.train"):
+        exporter.stop()
     assert time.monotonic() - began < 10 and exporter.poll() is None
+    assert "step_4: is not exported yet" in caplog.text and f"dcp-to-hf {tmp_path / 'step_4'} " in caplog.text
     with pytest.raises(ProcessLookupError):
         os.kill(process.process.pid, 0)
 

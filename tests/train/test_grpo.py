@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +89,20 @@ def test_loss_gradients_and_statistics(how: str, normalize_std: bool) -> None:
         assert_equal_gradients(gradients(model, output.loss), by_hand)
         for found, name in zip(output.objective_sums.tolist(), TOKEN_SUMS, strict=False):
             assert found == pytest.approx(getattr(wanted, name), rel=1e-5, abs=1e-5), name
-        assert len(output.objective_sums) == (6 if keys["kl_coef"] else 5)
+        assert len(output.objective_sums) == (7 if keys["kl_coef"] else 6)
+
+
+def test_what_no_policy_drew_teaches_nothing_and_spoils_nothing() -> None:
+    """Engines write -9999 for a probability of 0; exp() of the difference is no float32."""
+    old = torch.tensor([-1.0, -9999.0, -9999.0, -90.0, 0.0, -1.2])
+    advantage = torch.tensor([1.0, 0.0, -2.0, 3.0, -1.0, -1.0])
+    logprobs, labelled = torch.tensor([-1.0, -1.0, -2.0, -1.0, -95.0, -1.1]), torch.ones(6, dtype=torch.bool)
+    for coef in (0.0, 0.5):
+        found = GrpoObjective(0.2, 0.2, coef).terms(logprobs, labelled, advantage, old, old)
+        assert all(bool(values.isfinite().all()) for values in found)
+        assert found.slope[1:5].eq(0).all() and found.slope[[0, 5]].ne(0).all()
+        assert found.loss[1] == pytest.approx(coef * (math.exp(-20) + 20 - 1))
+        assert dict(zip(TOKEN_SUMS, found.sums.tolist(), strict=False))["far"] == 4
 
 
 def test_a_ratio_of_1_gives_the_policy_gradient() -> None:

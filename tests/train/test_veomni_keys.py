@@ -49,6 +49,39 @@ def test_a_key_of_a_foreign_section_and_the_line_it_stands_on(tmp_path: Path) ->
     assert "train.dyn_bzs: unknown key" in lines[2]  # of nobody: the usual message
 
 
+RECIPE = """
+model: {model_path: m, ops_implementation: {attn_implementation: sdpa}}
+data:
+  train_path: d.yaml
+  data_type: conversation
+  max_seq_len: 8196
+  train_size: 80000000
+  source_name: qwen_omni_offline_av
+  mm_configs: {scale_factor: 28, image_max_pixels: 1, video_max_pixels: 1, max_ratio: 200, max_frames: 20,
+    frame_factor: 2, sample_rate: 16000, fps: 2.0, use_audio_in_video: true}
+train:
+  accelerator: {ulysses_size: 1, fsdp_config: {fsdp_mode: fsdp2}}
+  optimizer: {lr: 1.0e-5, lr_decay_style: cosine}
+  rmpad_with_pos_ids: true
+  data_parallel_mode: fsdp2
+  save_steps: 100
+  checkpoint: {output_dir: out}
+  wandb: {project: p}
+"""
+
+
+def test_no_key_of_a_whole_recipe_is_met_with_a_guess(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(RECIPE)
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [], OmniConfig)
+    lines = str(error.value).splitlines()
+    assert not [line for line in lines if "unknown key" in line or "did you mean" in line]
+    assert sum("is not a key here" in line for line in lines) == 16
+    assert any("data.mm_configs.fps: is not a key here; at packing: pack.video.fps" in line for line in lines)
+    assert any("train.save_steps: is not a key here; use train.checkpoint.save_steps" in line for line in lines)
+
+
 def test_the_page_shows_the_table() -> None:
     page = PAGE.read_text()
     for key, line in VEOMNI_KEYS.items():

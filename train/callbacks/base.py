@@ -28,6 +28,9 @@ class Callback:
     def on_evaluate(self, trainer: BaseTrainer, metrics: dict[str, float]) -> None:
         """After an evaluation."""
 
+    def on_before_save(self, trainer: BaseTrainer) -> None:
+        """A checkpoint is about to be taken."""
+
     def on_save(self, trainer: BaseTrainer, path: Path) -> None:
         """A checkpoint was taken; it may still be written."""
 

@@ -1,4 +1,5 @@
-"""Saves every `checkpoint.save_steps` steps, every `checkpoint.save_epochs` epochs, and at the end."""
+"""Saves every `checkpoint.save_steps` steps, every `checkpoint.save_epochs` epochs, where an export is due, and at the
+end."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ class CheckpointCallback(Callback):
     """`trainer.save` does it; a step that is saved twice is written once."""
 
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
-        every = trainer.args.train.checkpoint.save_steps
-        if every and trainer.state.step % every == 0 and not trainer.should_stop:  # a stop saves by itself
+        config = trainer.args.train.checkpoint
+        exported = config.hf_save_steps if trainer.lora is None else 0  # adapters are exported as they are
+        due = any(every and trainer.state.step % every == 0 for every in (config.save_steps, exported))
+        if due and not trainer.should_stop:  # a stop saves by itself
             trainer.save()
 
     def on_epoch_end(self, trainer: BaseTrainer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.callbacks.base import Callback
-from train.checkpoint_layout import step_folder
+from train.checkpoint_layout import saved_steps, step_folder
 from train.export import Exporter, check_exportable
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ class ExportCallback(Callback):
         config = trainer.args.train.checkpoint
         if config.save_hf_weights or config.hf_save_steps:
             check_exportable(trainer.checkpointer.family)
+        if self.exporter is not None and config.hf_save_steps:
+            self._start_left(trainer, self.exporter)
 
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
         if self.exporter is not None:
@@ -41,6 +43,13 @@ class ExportCallback(Callback):
     def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
         if self.exporter is not None:
             self.exporter.stop()
+
+    def _start_left(self, trainer: BaseTrainer, exporter: Exporter) -> None:
+        """Checkpoints whose export a stop or a kill came before."""
+        for saved in saved_steps(trainer.checkpointer.output_dir):
+            due = saved.step % trainer.args.train.checkpoint.hf_save_steps == 0
+            if due and saved.step <= trainer.state.step and not (exporter.folder / saved.path.name).exists():
+                exporter.start(saved.path)
 
     def _start_committed(self, trainer: BaseTrainer, exporter: Exporter) -> None:
         """A checkpoint is exported when it is complete, which for one in the background is some steps later."""

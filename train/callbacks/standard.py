@@ -10,6 +10,7 @@ from train.callbacks.base import Callback
 from train.callbacks.checkpoint import CheckpointCallback
 from train.callbacks.evaluation import EvaluationCallback
 from train.callbacks.export import ExportCallback
+from train.callbacks.finite import FiniteCallback
 from train.callbacks.memory import MemoryCallback
 from train.callbacks.metrics import MetricsCallback, MetricsEnd
 from train.callbacks.moe_load import MoeLoadCallback
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
-    """Stopping, progress, metrics, source loss, MoE load, evaluation, checkpoint, export, profiler, memory, of a
-    trainer that has all but these; a collective call. Evaluation comes before saving, so that a checkpoint knows its
-    result."""
+    """Stopping, progress, metrics, source loss, MoE load, finite gradients, evaluation, checkpoint, export, profiler,
+    memory, of a trainer that has all but these; a collective call. Evaluation comes before saving, so that a checkpoint
+    knows its result."""
     config, mesh = trainer.args.train, trainer.mesh
     rank, world_size, first = mesh.rank, mesh.world_size, mesh.rank == 0
     checkpointer = trainer.checkpointer
@@ -55,6 +56,7 @@ def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
         metrics,
         source_loss,
         moe_load,
+        FiniteCallback(config.logging.log_steps),
         EvaluationCallback(),
         MetricsEnd(metrics),
         CheckpointCallback(),

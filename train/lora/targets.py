@@ -19,6 +19,7 @@ from train.models.hub_model import HubModel
 from train.models.moe import Experts
 
 KEY = "model.lora_config"
+WHOLE_OMNI = "thinker."  # what names begin with in a whole Qwen3-Omni, of which the thinker is trained
 ALL_LINEAR = "all-linear"  # PEFT's word for all layers but the head
 # projections that stand in each fused parameter
 FUSED: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -206,11 +207,12 @@ def _fused(name: str) -> str:
 
 
 def _ends(name: str, entry: str) -> bool:
-    return name == entry or name.endswith(f".{entry}")
+    inner = entry.removeprefix(WHOLE_OMNI)
+    return name == inner or name.endswith(f".{inner}")
 
 
 def _is_parameter(name: str, entry: str) -> bool:
-    return _ends(name, entry) or fnmatchcase(name, entry)
+    return _ends(name, entry) or fnmatchcase(name, entry.removeprefix(WHOLE_OMNI))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -48,7 +48,7 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     grouped: dict[Sharding | None, list[Tensor]] = {}
     for gradient in gradients:
         grouped.setdefault(_sharding(gradient), []).append(_local(gradient))
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)  # the square of a norm of 2e19 is no float32
     for sharding, local in grouped.items():
         squares = _sum_of_squares(local, device)
         if sharding is not None:
@@ -56,18 +56,19 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
             for dim in dims:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
-    return total.sqrt()
+    return total.sqrt().float()
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """float32 [] on the device. On a CPU in float64: torch's sums there run one after the other, so that in float32 the
-    norm of ten million elements is off by 1e-5, differently for each way of dividing them among ranks."""
+    """float64 [] on the device. On a CPU whole tensors are summed in it: torch's sums there run one after the other, so
+    that in float32 the norm of ten million elements is off by 3e-4, differently for each way of dividing them among
+    ranks."""
     parts = []
     for (place, _), group in _by_place(tensors).items():
         wide = torch.float64 if place.type == "cpu" else torch.float32
-        squares = torch.stack(torch._foreach_norm(group, 2, wide)).square().sum()
-        parts.append(squares.float().to(device, non_blocking=True))
-    return torch.stack(parts).sum() if parts else torch.zeros((), device=device)
+        squares = torch.stack(torch._foreach_norm(group, 2, wide)).double().square().sum()
+        parts.append(squares.to(device, non_blocking=True))
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _by_place(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

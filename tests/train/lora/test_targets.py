@@ -83,6 +83,11 @@ def test_projections_mean_dense_layers_and_experts_alike() -> None:
 def test_parameters_of_experts_by_name_and_by_pattern() -> None:
     by_end = targets("moe", target_parameters=["experts.gate_up_proj"])
     assert {tuple(pairs) for pairs in by_end.experts.values()} == {("gate_proj", "up_proj")}
+    whole_omni = targets("moe", target_parameters=["thinker.model.layers.*.mlp.experts.gate_up_proj"])
+    assert whole_omni.experts == by_end.experts  # names of a whole Qwen3-Omni
+    assert targets("moe", lora_modules=["thinker.model.layers.0.self_attn.q_proj"]).linears.keys() == {
+        "model.layers.0.self_attn.q_proj"
+    }
     by_pattern = targets("moe", target_parameters=["*layers.2.*.down_proj"])
     assert {p: list(pairs) for p, pairs in by_pattern.experts.items()} == {"model.layers.2.mlp.experts": ["down_proj"]}
 

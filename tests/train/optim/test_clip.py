@@ -37,6 +37,13 @@ def test_many_elements_are_summed_exactly(dtype: torch.dtype) -> None:
     assert abs(float(norm) / float(exact) - 1) < 2e-7
 
 
+def test_a_great_norm_is_no_infinite_one() -> None:
+    parameter = torch.zeros(4, requires_grad=True)
+    parameter.grad = torch.full((4,), 1e20)
+    assert float(clip_gradients([parameter], 1.0, CPU)) == pytest.approx(2e20)
+    assert torch.allclose(parameter.grad, torch.full((4,), 0.5))
+
+
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
 def test_one_process_equals_torch(max_norm: float) -> None:
     ours, theirs = parameters(gradients()), parameters(gradients())

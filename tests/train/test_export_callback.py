@@ -1,0 +1,59 @@
+"""When checkpoints are exported: where it is due, also between saves, and what a stop left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import ResumableError
+from tests.train.test_trainer import Watch
+from tests.train.tiny import omni_config, write_data
+from train.callbacks.export import ExportCallback
+from train.config import OmniConfig
+from train.trainer import make_trainer
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the checkpoints that were to be exported; none is."""
+    names: list[str] = []
+    monkeypatch.setattr("train.export.Exporter.start", lambda self, checkpoint: names.append(checkpoint.name))
+    return names
+
+
+def config_of(folder: Path, sources: list[dict[str, Any]], **checkpoint: Any) -> OmniConfig:
+    values = omni_config(folder, sources, max_steps=7).model_dump()
+    values["train"]["checkpoint"] |= {"save_async": False, "save_hf_weights": False, "keep_last": 0} | checkpoint
+    return OmniConfig.model_validate(values)
+
+
+@pytest.mark.parametrize("save_steps", [0, 2])
+def test_a_step_that_is_exported_is_saved(
+    tmp_path: Path, sources: list[dict[str, Any]], started: list[str], save_steps: int
+) -> None:
+    trainer = make_trainer(config_of(tmp_path, sources, save_steps=save_steps, hf_save_steps=3))
+    trainer.train()
+    assert started == ["step_3", "step_6"]
+    assert (trainer.checkpointer.output_dir / "step_3").is_dir()
+
+
+def test_what_a_stop_left_is_exported_when_training_goes_on(
+    tmp_path: Path, sources: list[dict[str, Any]], started: list[str]
+) -> None:
+    config = config_of(tmp_path, sources, save_steps=2, hf_save_steps=2)
+    with pytest.raises(ResumableError):
+        make_trainer(config, callbacks=[Watch(stop_after=5)]).train()
+    assert started == ["step_2", "step_4"]
+    (tmp_path / "output" / "hf" / "step_4").mkdir(parents=True)  # this one came to its end
+    started.clear()
+    trainer = make_trainer(config)
+    trainer.train()
+    assert any(isinstance(callback, ExportCallback) for callback in trainer.callbacks)
+    assert started == ["step_2", "step_6"]
