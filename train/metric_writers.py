@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from convert.output import write_atomic
 from convert.small_files import read_object
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, OmniloomError
 from train.config import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -42,6 +42,14 @@ def open_writers(
     return writers
 
 
+def check_packages(logging: LoggingConfig) -> None:
+    """ConfigError when a package is missing that `open_writers` needs."""
+    if logging.tensorboard:
+        _import("tensorboard", "train.logging.tensorboard")
+    if logging.wandb.enable:
+        _import("wandb", "train.logging.wandb.enable")
+
+
 class JsonlWriter:
     """One JSON object per line, on disk as soon as it is written. A number that JSON does not have is a text: "nan",
     "inf", "-inf"."""
@@ -55,8 +63,11 @@ class JsonlWriter:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         line = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OmniloomError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()
@@ -135,4 +146,4 @@ def _import(package: str, key: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ConfigError(f"{key}: needs the package {package}, which cannot be imported ({error})") from error
+        raise ConfigError(f"{key}: needs the package {package}, which cannot be imported ({error})") from None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,11 +15,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, OmniloomError
 from tests.browser import Page, find_chromium
 from train.chart import MAX_POINTS, Curve, axis_ticks, chart_file, chart_svg, label, step_ticks, thinned
 from train.config import LoggingConfig, WandbConfig
+from train.metric_names import METRICS
 from train.metric_writers import JsonlWriter, open_writers, read_metrics
+from train.panels import panels_of
 from train.plots import plots_html, write_plots
 
 
@@ -155,6 +160,65 @@ def test_the_page_has_a_chart_for_what_there_is(tmp_path: Path) -> None:
     assert "http" not in page and "step 50, 50,000 tokens" in page
 
 
+def panel(page: str, title: str) -> str:
+    (found,) = re.findall(f"<section><h2>{re.escape(title)}</h2>(.*?)</section>", page)
+    return str(found)
+
+
+def legend(section: str) -> dict[str, str]:
+    return dict(re.findall(r'<li style="[^"]*">(.*?) <b>(.*?)</b>', section))
+
+
+def test_every_panel_says_its_unit() -> None:
+    for grpo in ({}, {"grpo/reward": 1}):
+        assert [it.title for it in panels_of(grpo) if it.subtitle in ("", "1")] == []
+
+
+def test_every_metric_of_an_objective_is_drawn() -> None:
+    drawn = {name for it in panels_of({}) for name in it.names}
+    wanted = {name for name in METRICS if name.startswith(("grpo/", "loss", "moe/", "source/loss", "eval/"))}
+    assert wanted - drawn == set()
+
+
+def test_the_loss_of_grpo_has_no_unit_and_the_reward_its_panel() -> None:
+    rows = [{"step": n, "loss": 0.1, "loss/a": 0.1, "eval/loss": 2.0, "eval/loss/a": 1.0} for n in range(1, 5)]
+    plain = plots_html(rows, "t")
+    assert "nats per token" in panel(plain, "Loss") and "nats per token" in panel(plain, "Loss by source")
+    page = plots_html([row | {"grpo/reward": 0.25, "grpo/reward_std": 0.5} for row in rows], "t")
+    for title in ("Loss", "Loss by source"):
+        assert "nats" not in panel(page, title) and "objective, without unit" in panel(page, title)
+    assert legend(panel(page, "Reward")) == {"reward": "0.25", "reward_std": "0.5"}
+    assert "nats per token" in panel(page, "Evaluation")
+    assert legend(panel(page, "Evaluation")) == {"loss": "2", "a": "1"}
+
+
+def test_many_layers_are_drawn_as_their_spread() -> None:
+    few = plots_html([{"step": 1, "moe/max/0": 1.5, "moe/max/1": 2.5}], "t")
+    assert legend(panel(few, "Fullest expert by layer")) == {"0": "1.5", "1": "2.5"}
+    rows = [{"step": n, **{f"moe/max/{layer}": 1.0 + layer * n for layer in range(9)}} for n in (1, 2)]
+    found = legend(panel(plots_html(rows, "t"), "Fullest expert by layer"))
+    assert found == {"highest of 9 layers": "17", "median of 9 layers": "9", "lowest of 9 layers": "1"}
+
+
+def test_curves_that_lie_on_each_other_are_one() -> None:
+    rows: list[dict[str, Any]] = [{"step": n, "grad_norm": 1.0 * n, "grad_norm_max": 1.0 * n} for n in (1, 2, 3)]
+    assert legend(panel(plots_html(rows, "t"), "Gradient norm")) == {"grad_norm, grad_norm_max": "3"}
+    section = panel(plots_html([*rows, {"step": 4, "grad_norm": 1.0, "grad_norm_max": 5.0}], "t"), "Gradient norm")
+    assert legend(section) == {"grad_norm": "1", "grad_norm_max": "5"}
+    assert re.findall(r"stroke: var\((--c\d)\)", section) == ["--c1", "--c0"]  # the first one lies on top
+
+
+def test_a_slow_first_step_does_not_stretch_the_axis() -> None:
+    rows = [{"step": n, "step_s": 60.0 if n == 1 else 0.5 + 0.01 * n, "data_wait_s": 0.1} for n in range(1, 21)]
+    section = panel(plots_html(rows, "t"), "Step and waiting for data")
+    assert "s per step; cut off: up to 60 at step 1<" in section
+    assert max(float(tick) for tick in re.findall(r'<text x="46" [^>]*>([\d.]+)</text>', section)) < 2
+    assert '"60"' in section  # the cursor says it
+    assert "cut off" not in panel(plots_html(rows[1:], "t"), "Step and waiting for data")
+    slow = [row | {"step_s": 5.0 if row["step"] % 3 else 0.5} for row in rows]  # no few: they are how it is
+    assert "cut off" not in panel(plots_html(slow, "t"), "Step and waiting for data")
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(find_chromium() is None, reason="no Chromium")
 def test_the_page_works_in_a_browser(tmp_path: Path) -> None:
@@ -169,3 +233,15 @@ def test_the_page_works_in_a_browser(tmp_path: Path) -> None:
         page.open(file)
         assert page.evaluate(move) in (f"step 25 {label(4 / 25)}", f"step 26 {label(4 / 26)}")  # the middle is 25.5
         assert page.complaints() == [] and page.requests() == []
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", 0)
+    monkeypatch.setattr(writer, "_file", FullDisk())
+    with pytest.raises(OmniloomError, match=r"metrics\.jsonl: cannot be written: No space left"):
+        writer.write(1, {"loss": 1.0})
