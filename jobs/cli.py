@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from schemas.errors import OmniloomError
+from schemas.errors import EXIT_CODES, OmniloomError
 
 TRACEBACK_VARIABLE = "OMNILOOM_TRACEBACK"
 
@@ -52,7 +52,14 @@ class LazyGroup(TyperGroup):
         return name, command, rest
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+AFTER_CTRL_C = 130
+EXITS = EXIT_CODES | {AFTER_CTRL_C: "Ctrl-C"}
+# one paragraph, as the lines of several would have an empty one between them
+EPILOG = f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in EXITS.items())}."
+
+app = typer.Typer(
+    cls=LazyGroup, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG
+)
 
 
 def installed_version() -> str:
@@ -123,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         code = _close_stdout()
     except KeyboardInterrupt:
-        code = 130
+        code = AFTER_CTRL_C
     except Exception as error:  # noqa: BLE001 - the outermost frame: every error ends here as one line and an exit code
         code = _report(error)
     sys.exit(code)

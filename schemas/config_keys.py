@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 REQUIRED = object()
+INDEX = "N"  # in a key, for any index of a list
 _PLAIN = {str: "a string", int: "an integer", float: "a number", bool: "true or false", type(None): "null"}
 _PLURAL = {str: "strings", int: "integers", float: "numbers", bool: "true/false values"}
 
@@ -31,7 +32,7 @@ class KeyInfo:
 
 
 def describe_keys(model: type[BaseModel], prefix: str = "") -> list[KeyInfo]:
-    """Every key of a model, sections before their keys."""
+    """Every key of a model, sections before their keys; those of the entries of a list with `N` for the index."""
     keys: list[KeyInfo] = []
     docs = _docs(model)
     for name, info in model.model_fields.items():
@@ -42,6 +43,10 @@ def describe_keys(model: type[BaseModel], prefix: str = "") -> list[KeyInfo]:
         keys.append(KeyInfo(key, describe_type(annotation), default, text, section))
         if section is not None:
             keys += describe_keys(section, f"{key}.")
+        entry = entry_of(annotation)
+        if entry is not None:
+            keys.append(KeyInfo(f"{key}.{INDEX}", describe_type(entry), REQUIRED, _summary(entry), entry))
+            keys += describe_keys(entry, f"{key}.{INDEX}.")
     return keys
 
 
@@ -57,6 +62,12 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     """The model inside `Model`, `Model | None` or Annotated of them."""
     models = [t for t in branches(annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
     return models[0] if len(models) == 1 else None
+
+
+def entry_of(annotation: Any) -> type[BaseModel] | None:
+    """The model inside `list[Model]`, `list[Model] | None` or Annotated of them."""
+    models = (section_of(child_type(option, 0)) for option in branches(annotation) if get_origin(option) is list)
+    return next((model for model in models if model is not None), None)
 
 
 def branches(annotation: Any) -> list[Any]:
@@ -91,7 +102,7 @@ def describe_type(annotation: Any) -> str:
     """'an integer > 0 or null', "'ray' or 'local'", 'a list of strings'."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
-        bounds = " and ".join(_bounds(metadata))
+        bounds = " and ".join(_bounds(metadata, "characters" if branches(inner) == [str] else "entries"))
         return f"{describe_type(inner)} {bounds}" if bounds else describe_type(inner)
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(describe_type(arg) for arg in get_args(annotation)))
@@ -118,16 +129,16 @@ def _plural(annotation: Any) -> str:
     return f"({describe_type(annotation)})"
 
 
-def _bounds(metadata: Sequence[Any]) -> list[str]:
+def _bounds(metadata: Sequence[Any], counted: str = "entries") -> list[str]:
     words = []
     for item in _flatten(metadata):
         if isinstance(item, Gt | Ge | Lt | Le):
             name, sign = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}[type(item)]
             words.append(f"{sign} {getattr(item, name)}")
         elif isinstance(item, MinLen):
-            words.append(f"with {item.min_length} or more entries")
+            words.append(f"with {item.min_length} or more {counted}")
         elif isinstance(item, MaxLen):
-            words.append(f"with at most {item.max_length} entries")
+            words.append(f"with at most {item.max_length} {counted}")
     return words
 
 

@@ -93,6 +93,10 @@ class ResumableError(OmniloomError):
     exit_code = 5
 
 
+class StoppedError(ResumableError):
+    """Stopped as it was asked to, with everything saved: no fault."""
+
+
 class UnsafeInputError(OmniloomError):
     """Input that would execute code or leave its folder."""
 

@@ -198,7 +198,7 @@ class RolloutCard(JsonRecord):
     response_tokens: Count
     mean_reward: Annotated[float, Field(allow_inf_nan=False)]
     references: bool
-    parts: dict[str, RolloutPart]
+    parts: dict[Annotated[str, Field(pattern=r"^part-[0-9]{5,}\.parquet$")], RolloutPart]
 
     @model_validator(mode="after")
     def _adds_up(self) -> RolloutCard:

@@ -15,6 +15,7 @@ import typer
 from jobs import cli
 from pack.config import PackFile
 from schemas.errors import EXIT_CODES
+from schemas.registry import PREPROCESSOR_REGISTRY, load_preprocessors
 from schemas.strict import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -182,11 +183,35 @@ def test_exit_codes_in_the_documents_are_the_ones_of_the_code() -> None:
     (said,) = re.findall(r"Exit codes: (.*?);", text)
     found = {int(code): words for code, words in re.findall(r"(\d+) ([^,]+)", said)}
     assert found.keys() == EXIT_CODES.keys()
+    training = re.findall(r"^\| (\d+) \|", (ROOT / "docs/training.md").read_text(), re.M)
+    assert sorted(map(int, training)) == sorted(EXIT_CODES.keys() - {3})  # a training has no threshold of bad rows
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs/pack").glob("*.yaml")), ids=lambda path: path.name)
 def test_configurations_are_valid(path: Path) -> None:
     assert load_config(path, [], PackFile).pack.output
+
+
+RECIPES = sorted((ROOT / "jobs").glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_preprocessors_of_recipes_exist(path: Path) -> None:
+    """Comments included: they are what is copied."""
+    load_preprocessors()
+    for name in preprocessors_in(path.read_text()):
+        assert name in PREPROCESSOR_REGISTRY, f"source_name: {name}"
+
+
+def preprocessors_in(text: str) -> list[str]:
+    return re.findall(r"source_name: *([^\s,}#]+)", text)
+
+
+def test_the_preprocessors_are_found_in_the_recipes() -> None:
+    """That the test before this one looks at something."""
+    assert preprocessors_in("a: {source_name: x}  # b: {source_name: y-z, weight: 2}") == ["x", "y-z"]
+    named = {path.stem: preprocessors_in(path.read_text()) for path in RECIPES}
+    assert named["qwen3_30b_a3b"] == named["qwen3_omni_30b_a3b"] == ["plain_sft"]
 
 
 def test_yaml_in_the_documents_is_valid(tmp_path: Path) -> None:

@@ -29,14 +29,17 @@ class Curve:
     points: Sequence[tuple[int, float]]
 
 
-def chart_svg(curves: Sequence[Curve], raw: Sequence[Curve] = (), *, from_zero: bool) -> tuple[str, dict[str, Any]]:
-    """(the picture, what a cursor on it shows). raw: drawn faintly below; from_zero: the axis begins at 0."""
+def chart_svg(
+    curves: Sequence[Curve], raw: Sequence[Curve] = (), *, from_zero: bool, ceiling: float | None = None
+) -> tuple[str, dict[str, Any]]:
+    """(the picture, what a cursor on it shows). The first curve lies on top. raw: drawn faintly below; from_zero: the
+    axis begins at 0; ceiling: the axis is made for values up to it, larger ones lie at its end."""
     thin = [Curve(curve.name, thinned(curve.points)) for curve in curves]
     faint = [Curve(curve.name, thinned(curve.points)) for curve in raw]
     values = [value for curve in (*thin, *faint) for _, value in curve.points]
     steps = sorted({step for curve in thin for step, _ in curve.points})
     first, last = steps[0], steps[-1]
-    low, high = min(values), max(values)
+    low, high = min(values), max(values) if ceiling is None else ceiling
     ticks = axis_ticks(min(low, 0.0) if from_zero else low, high)
     bottom, top = ticks[0], ticks[-1]
 
@@ -44,7 +47,7 @@ def chart_svg(curves: Sequence[Curve], raw: Sequence[Curve] = (), *, from_zero: 
         return LEFT + (step - first) / ((last - first) or 1) * (RIGHT - LEFT)
 
     def y(value: float) -> float:
-        return BOTTOM - (value - bottom) / (top - bottom) * (BOTTOM - TOP)
+        return BOTTOM - (min(value, top) - bottom) / (top - bottom) * (BOTTOM - TOP)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     for tick in ticks:
@@ -55,7 +58,7 @@ def chart_svg(curves: Sequence[Curve], raw: Sequence[Curve] = (), *, from_zero: 
         anchor = "end" if x(step) > RIGHT - 20 else "middle"
         parts.append(f'<text x="{x(step):.1f}" y="{BOTTOM + 17}" text-anchor="{anchor}">{step:,}</text>')
     for kind, group in (("raw", faint), ("", thin)):
-        for number, curve in enumerate(group):
+        for number, curve in reversed(list(enumerate(group))):
             points = " L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in curve.points)
             dot = " l0.01 0" if len(curve.points) == 1 else ""
             style = f"stroke: var(--c{number % 8}); stroke-linecap: round" + ("; stroke-width: 5" if dot else "")

@@ -31,9 +31,17 @@ from convert.job import omniloom_version
 from convert.output import check_space, write_atomic
 from convert.patterns import some
 from convert.trainer import STATE_FILE
-from schemas.errors import ConfigError, IncompleteSourceError, OmniloomError, UnsupportedError
+from schemas.errors import IncompleteSourceError, OmniloomError, UnsupportedError
 from train.agreement import Agreement
-from train.checkpoint_io import STATE_VERSION, check_tensors, local_bytes, read_state, read_tensors, write_tensors
+from train.checkpoint_io import (
+    STATE_VERSION,
+    check_family,
+    check_tensors,
+    local_bytes,
+    read_state,
+    read_tensors,
+    write_tensors,
+)
 from train.checkpoint_layout import begin, commit, find_step, rng_file, step_folder, tidy
 from train.checkpoint_state import (
     model_tensors,
@@ -214,12 +222,15 @@ class Checkpointer:
             states = {name: it for name, it in index.tensors.items() if name.startswith("optimizer.state.")}
             templates = self._ranks.on_all(partial(state_templates, model, optimizer, states))
             tensors |= templates
-            self._ranks.on_all(partial(restore_record, model, optimizer, record["optimizer"], path / STATE_FILE))
+            restored = partial(restore_record, model, optimizer, record["optimizer"], path / STATE_FILE)
+            notes = self._ranks.on_all(restored)
+            for note in notes if self.rank == 0 else []:
+                log.warning("%s", note)
         with _rank_progress(self.rank, f"loading {path.name}", local_bytes(tensors)) as advance:
             read_tensors(index, tensors, self._group, advance)
         if record["world_size"] == self.world_size:
             self._ranks.on_all(partial(load_rng, rng_file(path, self.rank)))
-        else:
+        elif self.rank == 0:
             log.info(
                 "%s was saved by %s ranks, now there are %d: random generators start from the seed",
                 path,
@@ -300,8 +311,7 @@ class Checkpointer:
 
     def _state(self, path: Path) -> dict[str, Any]:
         record = read_state(path)
-        if record["family"] != self.family:
-            raise ConfigError(f"{path}: is a checkpoint of a {record['family']}; the model is a {self.family}")
+        check_family(path, record, self.family)
         check_record(path, record.get("lora"), self.lora)
         return record
 

@@ -214,6 +214,12 @@ def read_state(path: Path) -> dict[str, Any]:
     return record
 
 
+def check_family(path: Path, record: Mapping[str, Any], family: str) -> None:
+    """ConfigError when the model of a checkpoint is of another family. record: of `read_state`."""
+    if record["family"] != family:
+        raise ConfigError(f"{path}: is a checkpoint of a {record['family']}; the model is a {family}")
+
+
 def check_tensors(path: Path, ours: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], prefix: str) -> None:
     """Names, shapes and dtypes of the model must be those of the checkpoint."""
     theirs = {name: tensor.info for name, tensor in stored.items() if name.startswith(prefix)}

@@ -7,7 +7,6 @@ rates, weight decay, which parameter is in which group) stands in state.json, be
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,9 +23,8 @@ from train.lora.apply import has_adapters
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 CONFIGURED = ("head_group_size", "head_split_modules")  # of a group: how it goes on, not where it stands
+KEYS = {"base_lr": "lr"}  # of groups that the configuration calls otherwise
 STEP_KEY = "step"  # the optimizers of torch count steps in a scalar of this name, on the CPU unless fused or capturable
-
-log = logging.getLogger("omniloom.train")
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -91,21 +89,31 @@ def optimizer_record(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"groups": groups, "scalars": {name: values for name, values in scalars.items() if values}}
 
 
-def restore_record(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], where: object) -> None:
-    """Puts the values of the groups back, the initial learning rate included, and says which of the configuration they
-    replace. ConfigError when the groups hold other parameters than those of the checkpoint."""
+def restore_record(model: nn.Module, optimizer: Optimizer, record: Mapping[str, Any], where: object) -> list[str]:
+    """Puts the values of the groups back, the initial learning rate included; returns what to say of those that the
+    configuration has otherwise. ConfigError when the groups hold other parameters than those of the checkpoint."""
     names = parameter_names(model)
     ours = [sorted(_name(names, parameter) for parameter in group["params"]) for group in optimizer.param_groups]
     try:
         groups = record["groups"]
         theirs = [sorted(group["params"]) for group in groups]
         _check_groups(ours, theirs, where)
+        kept: dict[tuple[str, str, str], list[str]] = {}
+        notes: list[str] = []
         for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in saved["values"].items():
-                _restore(group, index, key, value)
+                current, restored = _restore(group, key, value)
+                if current == restored or key == "lr":  # the schedule sets the rate of a step
+                    continue
+                if key in CONFIGURED:
+                    notes.append(f"muon_{key} was {restored} in the checkpoint and is {current} from here on")
+                else:
+                    kept.setdefault((key, str(restored), str(current)), []).append(str(group.get("name", index)))
+        notes += [_kept_note(titles, *values) for values, titles in kept.items()]
         by_name = {name: parameter for parameter, name in names.items()}
         for name, values in record["scalars"].items():
             optimizer.state[by_name[name]].update(values)
+        return list(dict.fromkeys(notes))
     except (KeyError, TypeError, AttributeError) as error:
         raise IncompleteSourceError(f"{where}: has no valid record of the optimizer ({error!r})") from error
 
@@ -156,25 +164,26 @@ def _check_groups(ours: list[list[str]], theirs: list[list[str]], where: object)
     )
 
 
-def _restore(group: dict[str, Any], index: int, key: str, value: Any) -> None:
+def _restore(group: dict[str, Any], key: str, value: Any) -> tuple[Any, Any]:
+    """(value of the configuration, of the checkpoint): the same where the configuration has none."""
     current = group.get(key)
     if isinstance(current, Tensor):
         current.fill_(value)
-        return
+        return value, value
     restored = tuple(value) if isinstance(value, list) and isinstance(current, tuple) else value
-    if key in CONFIGURED and key in group:
-        if current != restored:
-            log.warning("muon_%s was %s in the checkpoint and is %s from here on", key, restored, current)
-        return
-    if key in group and key != "lr" and current != restored:
-        log.warning(
-            "optimizer group %s: %s is %s in the checkpoint and %s in the configuration; the checkpoint's is taken",
-            group.get("name", index),
-            key,
-            restored,
-            current,
-        )
-    group[key] = restored
+    known = key in group
+    if not (known and key in CONFIGURED):  # of these the configuration's are taken
+        group[key] = restored
+    return (current if known else restored), restored
+
+
+def _kept_note(groups: list[str], key: str, restored: str, current: str) -> str:
+    what = f"optimizer, {KEYS.get(key, key)} of {', '.join(groups)}"
+    return (
+        f"{what}: {restored} in the checkpoint and {current} in the configuration; the checkpoint's is taken. To "
+        "train with the configuration's, start from the exported weights (model.model_path) in another "
+        "train.checkpoint.output_dir"
+    )
 
 
 def _name(names: Mapping[Tensor, str], parameter: Tensor) -> str:

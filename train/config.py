@@ -57,8 +57,8 @@ class DataSourceConfig(Strict):
     """One source of rows. path: a packed dataset (folder or s3://, gs:// URL), or text: a JSONL or Parquet file or a
     folder of them; name: in metrics and messages (null = the last part of the path); weight: how often each row is used
     per epoch: 1 = once, 2 = twice, 0.5 = in every second epoch; source_name: the preprocessor of a text source, which
-    a packed dataset already went through; source_args: passed to it; rollouts: folder of recorded responses to its
-    rows, which take the place of their last answers, for train.objective.type grpo."""
+    a packed dataset already went through; source_args: arguments of that preprocessor; rollouts: folder of recorded
+    responses to its rows, which take the place of their last answers, for train.objective.type grpo."""
 
     path: Annotated[str, Field(min_length=1)]
     name: str | None = None
@@ -220,8 +220,8 @@ class ModelConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """Loss on held-out data. sources: as data.sources; steps: every so many training steps, 0 = never; max_batches:
-    micro-batches of each rank at a time, null = all."""
+    """Loss on held-out data. sources: as data.sources; steps: every so many training steps, 0 = only at the end of the
+    training, where they are evaluated in any case; max_batches: micro-batches of each rank at a time, null = all."""
 
     sources: list[DataSourceConfig] = Field(default=[])
     steps: NotNegative = 0
@@ -242,9 +242,10 @@ class TrainConfig(BatchConfig):
     """How it is trained. init_device: where the model is built: meta takes no memory and each rank then fills its own
     part; deterministic: the same results at every run on the same GPUs, slower; freeze_vit: the vision tower is not
     trained; freeze_audio_tower: the audio tower is not trained; freeze_modules: modules that are not trained, by path
-    or pattern; module_lr: learning rate of parameters by path or pattern, later ones win; vit_lr, audio_lr: of the
-    towers, null = optimizer.lr; moe_load_balance_monitor_interval: expert loads are recorded every so many steps,
-    0 = never; objective: what is minimised."""
+    or pattern; module_lr: learning rate of parameters by path or pattern, later ones win; vit_lr: learning rate of the
+    vision tower with its mergers, null = optimizer.lr; audio_lr: learning rate of the audio tower with its projections,
+    null = optimizer.lr; moe_load_balance_monitor_interval: expert loads are recorded every so many steps, 0 = never;
+    objective: what is minimised."""
 
     init_device: Literal["meta", "cpu", "cuda"] = "meta"
     deterministic: bool = False

@@ -11,10 +11,11 @@ from train.config_types import NotNegativeFloat, PositiveFloat, Strict
 
 class ObjectiveConfig(Strict):
     """What is minimised. type: cross_entropy of the labelled tokens, or grpo on recorded rollouts, which every data
-    source then has (data.sources.N.rollouts); clip_low, clip_high: how far the probability of a token may leave the one
-    it was drawn with before its gradient stops, as shares, downwards and upwards; kl_coef: factor of the divergence
-    from the reference, which needs rollouts with ref_logprobs; normalize_std: advantages are divided by the standard
-    deviation of the rewards of their row."""
+    source then has (data.sources.N.rollouts); clip_low: how far the probability of a token may fall below the one it
+    was drawn with before its gradient stops, as a share of that; clip_high: how far the probability of a token may
+    rise above the one it was drawn with before its gradient stops, as a share of that; kl_coef: factor of the
+    divergence from the reference, which needs rollouts with ref_logprobs; normalize_std: advantages are divided by the
+    standard deviation of the rewards of their row."""
 
     type: Literal["cross_entropy", "grpo"] = "cross_entropy"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2

@@ -85,12 +85,13 @@ class GradientCheckpointingConfig(Strict):
 
 class CheckpointConfig(Strict):
     """Checkpoints to go on from, and exports in the Hugging Face layout. output_dir: folder of all that a run writes;
-    save_steps: every so many steps, 0 = never; save_epochs: every so many epochs, 0 = never; save_async: go on training
-    while it is written; keep_last: how many complete checkpoints stay, 0 = all; load_path: auto = the newest complete
-    one in output_dir, if any, null = start anew, or a folder; save_hf_weights: export at the end of training;
-    hf_save_steps: also every so many steps, 0 = never; hf_base: whole Omni checkpoint that an exported thinker is put
-    into; lora_per_expert: export adapters also with one pair for each projection of each expert, to
-    output_dir/hf/per_expert; timeout_s: of the collectives around saving and loading."""
+    save_steps: every so many steps, 0 = only where training ends or is stopped, which is saved in any case;
+    save_epochs: also every so many epochs, 0 = never; save_async: go on training while it is written; keep_last: how
+    many complete checkpoints stay, 0 = all; load_path: auto = the newest complete one in output_dir, if any, null =
+    start anew, or a folder; save_hf_weights: export at the end of training; hf_save_steps: also every so many steps,
+    which are then saved, too, 0 = never; hf_base: whole Omni checkpoint that an exported thinker is put into;
+    lora_per_expert: export adapters also with one pair for each projection of each expert, to output_dir/hf/per_expert;
+    timeout_s: of the collectives around saving and loading."""
 
     output_dir: Annotated[str, Field(min_length=1)] = "output"
     save_steps: NotNegative = 500
@@ -106,7 +107,8 @@ class CheckpointConfig(Strict):
 
 
 class WandbConfig(Strict):
-    """Metrics in Weights & Biases. enable: needs the package wandb; project, name: where they go, null = its choice."""
+    """Metrics in Weights & Biases. enable: needs the package wandb; project: in which the run is listed; name: of the
+    run in its project, null = one that Weights & Biases makes up."""
 
     enable: bool = False
     project: str = "omniloom"

@@ -62,8 +62,20 @@ class MemoryEstimate:
         """'parameters 7.6 GB', ..., and the sum."""
         parts = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "offloaded"]
         moved = {"parameters", "gradients", "optimizer"} if self.offloaded else set()
-        said = [f"{name} {size / 1e9:.1f} GB" + (" (CPU)" if name in moved else "") for name, size in parts]
-        return [*said, f"memory of each GPU {self.gpu / 1e9:.1f} GB"]
+        said = [f"{name} {size_text(size)}" + (" (CPU)" if name in moved else "") for name, size in parts]
+        return [*said, f"memory of each GPU {size_text(self.gpu)}"]
+
+
+def size_text(nbytes: float) -> str:
+    """`7.6 GB`; of what is below 0.1 GB, `31.4 MB`."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 or not nbytes else f"{nbytes / 1e6:.1f} MB"
+
+
+def count_text(count: int) -> str:
+    """`31.7 B`; of what is below a million, `54,321`."""
+    if count < 10**6:
+        return f"{count:,}"
+    return f"{count / 1e9:.3g} B" if count >= 10**9 else f"{count / 1e6:.3g} M"
 
 
 def estimate_memory(

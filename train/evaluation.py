@@ -11,13 +11,48 @@ from torch import Tensor, nn
 from train.config import BatchConfig, DataConfig, TrainConfig
 from train.data.loader import TrainLoader
 from train.data.model_inputs import model_inputs
+from train.data.plan_store import PlanStore
 from train.data.prepare import open_data
 from train.data.processor import ProcessorAssets
 from train.data.rank_plan import DataRank, Position
 from train.data.serving import ModelInputs
+from train.data.sources import OpenSource
 from train.loss import source_losses
 from train.mesh import Mesh
 from train.models.inputs import ModelOutput
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The sources of `evaluation`, opened. data, batch: of a training on them, one micro-batch of each rank a step."""
+
+    data: DataConfig
+    batch: BatchConfig
+    sources: list[OpenSource]
+    plans: PlanStore
+
+    @classmethod
+    def open(
+        cls, data: DataConfig, train: TrainConfig, assets: ProcessorAssets, dp: int, *, show: bool = True
+    ) -> HeldOut:
+        """Laid out and packed as the training data are. dp: data-parallel ranks; show: see `open_data`."""
+        held_out = held_out_data(data, train)
+        batch = BatchConfig(
+            global_batch_size=dp * train.micro_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            pad_multiple=train.pad_multiple,
+            seed=train.seed,
+            max_steps=train.evaluation.max_batches,
+        )
+        sources, plans = open_data(held_out, batch, assets, show=show, whose="evaluation")
+        if batch.max_steps is not None:  # not more than there is
+            batch = batch.model_copy(update={"max_steps": min(batch.max_steps, plans.steps(0))})
+        return cls(held_out, batch, sources, plans)
+
+
+def held_out_data(data: DataConfig, train: TrainConfig) -> DataConfig:
+    """The section `data` with the sources of `evaluation` in the place of its own."""
+    return data.model_copy(update={"sources": train.evaluation.sources})
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,21 +68,11 @@ class Evaluator:
     def make(
         cls, data: DataConfig, train: TrainConfig, assets: ProcessorAssets, mesh: Mesh, inputs: ModelInputs
     ) -> Evaluator:
-        """Opens the sources of `evaluation`, laid out and packed as the training data are."""
-        held_out = data.model_copy(update={"sources": train.evaluation.sources})
-        batch = BatchConfig(
-            global_batch_size=mesh.degrees.dp * train.micro_batch_size,
-            micro_batch_size=train.micro_batch_size,
-            pad_multiple=train.pad_multiple,
-            seed=train.seed,
-            max_steps=train.evaluation.max_batches,
-        )
-        sources, plans = open_data(held_out, batch, assets, show=mesh.rank == 0)
-        if batch.max_steps is not None:  # not more than there is
-            batch = batch.model_copy(update={"max_steps": min(batch.max_steps, plans.steps(0))})
+        """Opens the sources of `evaluation` and plans them; nothing of it is done again when it runs."""
+        held = HeldOut.open(data, train, assets, mesh.degrees.dp, show=mesh.rank == 0)
         rank = DataRank(mesh.dp_rank, mesh.degrees.dp, mesh.sp_rank, mesh.degrees.ulysses)
-        loader = TrainLoader(sources, plans, held_out, batch, assets, rank, mesh.device, inputs)
-        return cls(tuple(source.label for source in held_out.sources), loader, mesh, assets)
+        loader = TrainLoader(held.sources, held.plans, held.data, held.batch, assets, rank, mesh.device, inputs)
+        return cls(tuple(source.label for source in held.data.sources), loader, mesh, assets)
 
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:

@@ -21,7 +21,7 @@ from types import FrameType
 
 import psutil
 
-from schemas.errors import ConfigError, OmniloomError
+from schemas.errors import ConfigError, OmniloomError, StoppedError
 
 OUTCOME_VARIABLE = "OMNILOOM_OUTCOMES"  # folder where the ranks of this node leave how they ended
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -29,11 +29,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended. code: of `schemas.errors.EXIT_CODES`; message: of its error, empty without one."""
+    """How a rank ended. code: of `schemas.errors.EXIT_CODES`; message: of its error, empty without one; asked: it was
+    stopped as it was asked to."""
 
     rank: int
     code: int
     message: str = ""
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def leave_outcome(rank: int, error: BaseException | None) -> None:
     said = str(error) if isinstance(error, OmniloomError) else f"{type(error).__name__}: {error}" if error else ""
     path = Path(folder, f"rank_{rank}.json")
     beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(asdict(Outcome(rank, code, said))))
+    beside.write_text(json.dumps(asdict(Outcome(rank, code, said, isinstance(error, StoppedError)))))
     os.replace(beside, path)
 
 
@@ -119,6 +121,8 @@ def raise_worst(outcomes: Sequence[Outcome], code: int) -> None:
 
 
 def _error(outcome: Outcome) -> OmniloomError:
+    if outcome.asked:  # all ranks were
+        return StoppedError(outcome.message)
     error = OmniloomError(f"{outcome.message} (rank {outcome.rank})")
     error.exit_code = outcome.code
     return error

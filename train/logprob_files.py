@@ -21,7 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from convert.output import write_atomic
-from schemas.errors import ConfigError, IncompleteSourceError, SchemaError
+from schemas.errors import ConfigError, IncompleteSourceError, SchemaError, UnsafeInputError
+from schemas.wording import short
 from train.data.collate import MODALITIES
 
 DUMP_VERSION = 1
@@ -188,17 +189,31 @@ def finish_dump(folder: Path, card: DumpCard) -> None:
 
 
 def read_card(folder: Path) -> Mapping[str, Any]:
-    """IncompleteSourceError: no card, or a file is gone; SchemaError: damaged, or of another version."""
+    """IncompleteSourceError: no card, or a file is gone; SchemaError: damaged, or of another version;
+    UnsafeInputError: it names files outside of the folder."""
     try:
         card = json.loads((folder / CARD).read_bytes())
     except FileNotFoundError as error:
         raise IncompleteSourceError(f"{folder}: has no {CARD}; the dump was not finished, make it again") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SchemaError(f"{folder / CARD}: is no JSON: {error}") from error
     if not isinstance(card, dict) or card.get("version") != DUMP_VERSION:
         found = card.get("version") if isinstance(card, dict) else card
         raise SchemaError(f"{folder / CARD}: version {found!r}; this omniloom reads {DUMP_VERSION}")
-    names = [*(file["name"] for file in card["files"]), *card["features"]]
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing := [name for name in _names(card, folder / CARD) if not (folder / name).is_file()]:
         raise IncompleteSourceError(f"{folder}: {missing[0]} is gone, which {CARD} lists")
     return card
+
+
+def _names(card: Mapping[str, Any], where: Path) -> list[str]:
+    """Of all files of a dump."""
+    files, features = card.get("files"), card.get("features")
+    if not isinstance(files, list) or not isinstance(features, list):
+        raise SchemaError(f"{where}: files and features are lists, not {short(files)} and {short(features)}")
+    names = [*(file.get("name") if isinstance(file, dict) else file for file in files), *features]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise SchemaError(f"{where}: lists {short(name)}; a file has a name, which is text")
+        if name in (".", "..") or any(mark in name for mark in "/\\\0"):
+            raise UnsafeInputError(f"{where}: lists {short(name)}; the files of a dump lie beside {CARD}")
+    return names

@@ -9,6 +9,7 @@ engines give the first, is left out.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from train.logprob_files import CARD, SCHEMA, read_card
 REQUIRED = ("id", "index", "logprob")
 SUFFIXES = (".parquet", ".jsonl", ".pt")
 HIGHEST = 1e-3  # of a log-probability: what rounding can add to 0
+BLOCK_BYTES = 1 << 24  # of JSONL that is parsed at once, at least
+# types that lines of JSONL are read as: nothing is guessed, so that a text that looks like a date stays one
+JSON_SCHEMA = pa.schema([(f.name, f.type if pa.types.is_string(f.type) else pa.float64()) for f in SCHEMA])
 
 
 @dataclass(frozen=True)
@@ -132,10 +136,25 @@ def _read(file: Path) -> pa.Table:
         if file.suffix == ".parquet":
             return pq.ParquetFile(file).read()
         if file.suffix == ".jsonl":
-            return pyarrow.json.read_json(file)
-    except (pa.ArrowException, OSError) as error:
+            return _read_lines(file)
+    except (pa.ArrowException, OSError, OverflowError) as error:
         raise SchemaError(f"{file}: cannot be read: {one_line(error)}") from error
     return _read_tensors(file)
+
+
+def _read_lines(file: Path) -> pa.Table:
+    """ids are texts, or whole numbers in every line."""
+    with open(file, "rb") as lines:
+        longest = max(map(len, lines), default=0)
+    size = pyarrow.json.ReadOptions(block_size=max(BLOCK_BYTES, longest + 1))
+    try:
+        return pyarrow.json.read_json(file, size, pyarrow.json.ParseOptions(explicit_schema=JSON_SCHEMA))
+    except pa.ArrowInvalid as error:
+        numbered = JSON_SCHEMA.set(0, pa.field("id", pa.int64()))
+        try:
+            return pyarrow.json.read_json(file, size, pyarrow.json.ParseOptions(explicit_schema=numbered))
+        except pa.ArrowInvalid:
+            raise error from None
 
 
 def _read_tensors(file: Path) -> pa.Table:
@@ -143,8 +162,9 @@ def _read_tensors(file: Path) -> pa.Table:
         values = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsafeInputError(f"{file}: holds more than tensors, lists and texts, and is not loaded") from error
-    except (RuntimeError, OSError, EOFError) as error:
-        raise SchemaError(f"{file}: cannot be read: {one_line(error)}") from error
+    except Exception as error:  # bytes that are no pickle end in whatever the first of them means
+        said = f"{type(error).__name__}: {one_line(error)}"
+        raise SchemaError(f"{file}: cannot be read as what torch.save writes: {said}") from error
     if not isinstance(values, Mapping):
         raise SchemaError(f"{file}: holds a {type(values).__name__}; a dump is a dict of columns")
     columns = {str(name): _column(file, str(name), column) for name, column in values.items()}
@@ -154,16 +174,35 @@ def _read_tensors(file: Path) -> pa.Table:
 
 
 def _column(file: Path, name: str, values: Any) -> pa.Array:
-    if isinstance(values, torch.Tensor) and values.ndim == 1:
-        return pa.array(values.to(torch.float64 if values.is_floating_point() else torch.int64).numpy())
-    if isinstance(values, Sequence) and not isinstance(values, str):
+    if isinstance(values, torch.Tensor):
+        return pa.array(_numbers(file, name, values))
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
+        raise SchemaError(f"{file}: column {name} is a {type(values).__name__}, no list and no tensor of one dimension")
+    try:
         return pa.array(values)
-    raise SchemaError(f"{file}: column {name} is a {type(values).__name__}, no list and no tensor of one dimension")
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise SchemaError(f"{file}: column {name} is no list of texts or of numbers: {one_line(error)}") from error
+
+
+def _numbers(file: Path, name: str, values: torch.Tensor) -> np.ndarray:
+    kind = "floating" if values.is_floating_point() else "whole"
+    if values.is_complex() or values.is_quantized or values.dtype == torch.bool:
+        kind = str(values.dtype)
+    if values.ndim != 1 or values.layout != torch.strided or values.is_meta or kind not in ("floating", "whole"):
+        layout = "meta" if values.is_meta else str(values.layout)
+        raise SchemaError(
+            f"{file}: column {name} is a tensor of shape {list(values.shape)}, {values.dtype}, {layout}; it must have "
+            "one dimension and hold plain numbers"
+        )
+    wide = torch.float64 if kind == "floating" else torch.int64
+    return np.asarray(values.detach().to(wide).resolve_neg().numpy())
 
 
 def _checked(table: pa.Table, file: Path) -> pa.Table:
     """With every column of the schema, nulls where the file has none."""
     known = SCHEMA.names
+    if twice := [name for name, count in Counter(table.column_names).items() if count > 1]:
+        raise SchemaError(f"{file}: has the column {twice[0]!r} more than once")
     for name in table.column_names:
         if name not in known:
             raise SchemaError(f"{file}: unknown column {name!r}{known_names(name, known)}")

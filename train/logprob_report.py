@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from convert.output import write_atomic
+from train.chart import axis_ticks
 from train.logprob_compare import LogprobAgreement
 from train.logprob_read import TokenTable
 
-WIDTH, HEIGHT = 640, 300
+WIDTH = 640
 LEFT, RIGHT, TOP, BOTTOM = 56, 626, 34, 256
 PER_DECADE = 4  # bars
+SLOT, SLOT_WIDTH = 1.0, 0.5  # left of the axis, in decades: room for the bar of 0, and its width
+LETTER = 6.8  # mean width at 12 px
 COLOURS = ("#2563eb", "#d9480f", "#2b8a3e", "#9c36b5", "#a16207")
 STYLE = (
     "svg { background: #fff; font: 12px system-ui, sans-serif } text { fill: #555 }"
@@ -64,35 +68,49 @@ def write_histogram(path: Path, found: LogprobAgreement) -> None:
 
 
 def histogram_svg(found: LogprobAgreement) -> str:
-    """Tokens that are exactly equal stand at the left end."""
+    """Tokens that are exactly equal have a bar of their own, left of the axis."""
     size = np.abs(found.differences.astype(np.float64))
     low, high = _decades(size)
-    edges = 10.0 ** np.linspace(low, high, (high - low) * PER_DECADE + 1)
     names, codes = found.kinds
     present = [(name, size[codes == code]) for code, name in enumerate(names) if (codes == code).any()]
-    shares = {name: np.histogram(values.clip(edges[0], edges[-1]), edges)[0] / len(values) for name, values in present}
-    highest = max(float(share.max()) for share in shares.values())
+    shares = {name: _shares(values, low, high) for name, values in present}
+    ticks = axis_ticks(0.0, 100 * max(float(share.max()) for share in shares.values()))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><style>{STYLE}</style>',
-        f'<text class="title" x="{LEFT}" y="20">share of tokens by |d|: '
+        f'<text class="title" x="{LEFT}" y="20">share of the tokens of each modality by |d|: '
         f"{html.escape(Path(found.first).name)} and {html.escape(Path(found.second).name)}</text>",
     ]
-    for power in range(low, high + 1):
+    below = "less" if ((size > 0) & (size < 10.0**low)).any() else "0"
+    places = [(low - SLOT + SLOT_WIDTH / 2, below), *((power, f"1e{power}") for power in range(low, high + 1))]
+    for power, said in places:
         x = _x(power, low, high)
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 17}" text-anchor="middle">1e{power}</text>')
-    for part in range(5):
-        y = BOTTOM - part / 4 * (BOTTOM - TOP)
+        if said != below:
+            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 17}" text-anchor="middle">{said}</text>')
+    parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 34}" text-anchor="middle">|d|, nats</text>')
+    for tick in ticks:
+        y = BOTTOM - tick / ticks[-1] * (BOTTOM - TOP)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{100 * highest * part / 4:.3g}%</text>')
-    for number, (name, share) in enumerate(shares.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(f'<path stroke="{colour}" d="{_steps(np.log10(edges), share / highest, low, high)}"/>')
-        x = LEFT + number * 142
-        parts.append(f'<rect x="{x}" y="{BOTTOM + 28}" width="12" height="4" fill="{colour}"/>')
-        mean = float(size[codes == names.index(name)].mean())
-        parts.append(f'<text x="{x + 17}" y="{BOTTOM + 35}">{html.escape(name)}, mean {mean:.2g}</text>')
-    return "".join([*parts, "</svg>\n"])
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.6g}%</text>')
+    for number, share in enumerate(shares.values()):
+        path = _bars(100 * share / ticks[-1], low, high)
+        parts.append(f'<path stroke="{COLOURS[number % len(COLOURS)]}" d="{path}"/>')
+    legend, height = _legend([f"{name}, mean {float(values.mean()):.2g}" for name, values in present])
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"><style>{STYLE}</style>'
+    return "".join([head, *parts, *legend, "</svg>\n"])
+
+
+def _legend(entries: Sequence[str]) -> tuple[list[str], int]:
+    """(marks with texts, in rows that are not wider than the picture; the height of all)."""
+    parts: list[str] = []
+    x, y = float(LEFT), BOTTOM + 54
+    for number, text in enumerate(entries):
+        width = 17 + LETTER * len(text)
+        if x + width > RIGHT and x > LEFT:
+            x, y = float(LEFT), y + 18
+        parts.append(f'<rect x="{x:.1f}" y="{y - 7}" width="12" height="4" fill="{COLOURS[number % len(COLOURS)]}"/>')
+        parts.append(f'<text x="{x + 17:.1f}" y="{y}">{html.escape(text)}</text>')
+        x += width + 18
+    return parts, y + 12
 
 
 def _decades(size: np.ndarray) -> tuple[int, int]:
@@ -104,14 +122,25 @@ def _decades(size: np.ndarray) -> tuple[int, int]:
     return max(low, high - 12), max(high, low + 1)
 
 
+def _shares(values: np.ndarray, low: int, high: int) -> np.ndarray:
+    """[1 + bars]: of the values below 10^low, then of those in each bar."""
+    edges = 10.0 ** np.linspace(low, high, (high - low) * PER_DECADE + 1)
+    counts = np.histogram(values.clip(max=edges[-1]), edges)[0]
+    return np.concatenate([[(values < edges[0]).sum()], counts]) / len(values)
+
+
 def _x(power: float, low: int, high: int) -> float:
-    return LEFT + (power - low) / (high - low) * (RIGHT - LEFT)
+    return LEFT + (power - low + SLOT) / (high - low + SLOT) * (RIGHT - LEFT)
 
 
-def _steps(edges: np.ndarray, heights: np.ndarray, low: int, high: int) -> str:
-    """The outline of the bars."""
-    corners = [f"M{_x(float(edges[0]), low, high):.1f} {BOTTOM}"]
-    for left, right, height in zip(edges[:-1], edges[1:], heights, strict=True):
-        y = BOTTOM - float(height) * (BOTTOM - TOP)
-        corners.append(f"L{_x(float(left), low, high):.1f} {y:.1f} L{_x(float(right), low, high):.1f} {y:.1f}")
-    return " ".join([*corners, f"L{_x(float(edges[-1]), low, high):.1f} {BOTTOM}"])
+def _bars(heights: np.ndarray, low: int, high: int) -> str:
+    """The outline of the bars, of heights from 0 to 1; the first one stands alone."""
+    ends = np.linspace(low, high, (high - low) * PER_DECADE + 1)
+    corners = []
+    for group, edges in ((heights[:1], [low - SLOT, low - SLOT + SLOT_WIDTH]), (heights[1:], ends)):
+        corners.append(f"M{_x(float(edges[0]), low, high):.1f} {BOTTOM}")
+        for left, right, height in zip(edges[:-1], edges[1:], group, strict=True):
+            y = BOTTOM - float(height) * (BOTTOM - TOP)
+            corners.append(f"L{_x(float(left), low, high):.1f} {y:.1f} L{_x(float(right), low, high):.1f} {y:.1f}")
+        corners.append(f"L{_x(float(edges[-1]), low, high):.1f} {BOTTOM}")
+    return " ".join(corners)

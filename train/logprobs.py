@@ -116,7 +116,8 @@ class LogprobRun(TrainerParts):
         self._agree_on(self.plans.digest)
         for source in self.sources:
             chosen, usable = source_counts(source, data.max_seq_len)
-            self.say(f"data source {source.rows.name}: {chosen} of {len(source.lengths)} rows, {usable} are usable")
+            rows = f"{chosen} of {usable} usable rows ({len(source.lengths)} in all)"
+            self.say(f"data source {source.rows.name}: {rows}")
 
     def build_collate(self) -> None:
         self.model_inputs = replace(

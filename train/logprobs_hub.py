@@ -6,6 +6,8 @@ Every data-parallel rank has the whole model; there is no other parallelism here
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -13,8 +15,11 @@ from schemas.errors import ConfigError, UnsupportedError
 from train.data.batch import Batch
 from train.data.device import make_features
 from train.data.route import Tower
+from train.export import HF_FOLDER
 from train.logprob_reference import Reference, sample_rows
 from train.logprobs import LogprobRun
+
+AS_EXPORT = "model.model_path={} model.config_path=null train.checkpoint.load_path=null"
 
 
 class HubLogprobRun(LogprobRun):
@@ -29,7 +34,10 @@ class HubLogprobRun(LogprobRun):
         """ConfigError, UnsupportedError: weights or a layout that transformers does not have."""
         config, degrees = self.args.model, self.mesh.degrees
         if config.model_path is None:
-            raise ConfigError("--backend transformers needs model.model_path: it would draw other random weights")
+            raise ConfigError(
+                "--backend transformers needs model.model_path: it would draw other random weights; after a training "
+                f"name its export, {AS_EXPORT.format(f'{self.args.train.checkpoint.output_dir}/{HF_FOLDER}/step_N')}"
+            )
         if config.config_path is not None:
             raise ConfigError("--backend transformers reads model.model_path alone; leave model.config_path out")
         if config.lora_config is not None:
@@ -49,9 +57,15 @@ class HubLogprobRun(LogprobRun):
         super().build_checkpointer()
         if self.resume_from is not None:
             raise ConfigError(
-                f"--backend transformers reads model.model_path, but training goes on from {self.resume_from}; export "
-                "that checkpoint and name the export, or write train.checkpoint.load_path=null"
+                f"--backend transformers reads model.model_path, but training goes on from {self.resume_from}; name "
+                f"its export, {AS_EXPORT.format(self._export(self.resume_from))}, or write "
+                "train.checkpoint.load_path=null alone for the model that the training began from"
             )
+
+    def _export(self, checkpoint: Path) -> str:
+        """Where the export of a checkpoint is, or a word in its place."""
+        folder = self.checkpointer.output_dir / HF_FOLDER / checkpoint.name
+        return str(folder) if folder.is_dir() else "EXPORT"
 
     def build_parallel(self) -> None:
         """Loads the model whole."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from convert.families import read_config
 from convert.tables.trainer import STYLES
 from schemas.chat_types import ALL_MEDIA, MediaKind
@@ -14,6 +16,7 @@ from schemas.errors import ConfigError
 from train.config import ModelConfig, OmniConfig
 from train.data.processor import POSITIONS_PER_SECOND, ProcessorAssets, load_assets
 from train.data.sideband import Sideband, find_sideband
+from train.models.spec import SPECS, read_model
 
 log = logging.getLogger("omniloom.train")
 
@@ -34,6 +37,7 @@ def training_assets(config: OmniConfig) -> ProcessorAssets:
         system=layout.system,
         media=media,
         sideband=sideband,
+        vocab_size=vocab_size_of(folder, trust_remote_code=config.model.trust_remote_code),
     )
     if config.model.audio_tower_path is not None and assets.sound is None:
         raise ConfigError(
@@ -55,6 +59,15 @@ def config_folder(model: ModelConfig) -> Path:
     """Folder of the model's config.json."""
     place = Path(model.config_path or model.model_path or "")
     return place.parent if place.name.endswith(".json") else place
+
+
+def vocab_size_of(folder: Path, *, trust_remote_code: bool = False) -> int:
+    """Rows of the embedding, of the model of a directory."""
+    if read_config(folder).get("model_type") in SPECS:
+        config = read_model(folder).config
+    else:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    return int(config.get_text_config().vocab_size)
 
 
 def media_of(values: Mapping[str, Any], *, sound_beside: bool) -> tuple[MediaKind, ...]:

@@ -5,47 +5,23 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from statistics import median, median_low
 from typing import Any
 
 from convert.output import write_atomic
 from train.chart import Curve, chart_svg, label
-from train.metric_names import describe
 from train.metric_writers import read_metrics
+from train.panels import Panel, panels_of
 
 PLOTS_FILE = "metrics.html"
 SMOOTHED = 20  # log lines that a smoothed curve averages over, once there are as many
+MANY = 8  # curves that one chart can show, as many as it has colours
+FAR_ABOVE = 4  # times the median: where values begin that a chart may cut off
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One chart. names: metrics drawn in it; one that ends in `/` means all that begin with it."""
-
-    title: str
-    names: tuple[str, ...]
-    smooth: bool = False
-    from_zero: bool = False
-
-
-PANELS = (
-    Panel("Loss", ("loss",), smooth=True),
-    Panel("Loss by source", ("loss/",)),
-    Panel("Evaluation", ("eval/",)),
-    Panel("Load-balancing loss", ("aux_loss",)),
-    Panel("Gradient norm", ("grad_norm", "grad_norm_max")),
-    Panel("Learning rate", ("lr/",), from_zero=True),
-    Panel("Tokens per second and GPU", ("tokens_per_second_per_gpu",), from_zero=True),
-    Panel("MFU", ("mfu",), from_zero=True),
-    Panel("Step and waiting for data", ("step_s", "data_wait_s"), from_zero=True),
-    Panel("Memory", ("memory_gb", "memory_reserved_gb"), from_zero=True),
-    Panel("Tokens by modality", ("tokens/",), from_zero=True),
-    Panel("Padding", ("padding",), from_zero=True),
-    Panel("Expert load, fullest / mean", ("expert_load_max", "expert_load_mean")),
-    Panel("Idle experts", ("experts_idle",), from_zero=True),
-)
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --text: #333; --dim: #777; --back: #fff; --card: #f7f7f8;
   --c0: #2563eb; --c1: #d9480f; --c2: #2b8a3e; --c3: #9c36b5;
@@ -98,7 +74,8 @@ def write_plots(metrics: Path, page: Path, title: str) -> None:
 
 def plots_html(lines: Sequence[Mapping[str, Any]], title: str) -> str:
     """The page of metrics in the order of their steps."""
-    sections = [text for panel in PANELS if (text := _section(panel, lines))]
+    names = {name: None for line in lines for name in line}
+    sections = [text for panel in panels_of(names) if (text := _section(panel, names, lines))]
     last = lines[-1]
     said = [f"step {last['step']:,}"]
     tokens = next((line["tokens_total"] for line in reversed(lines) if "tokens_total" in line), None)
@@ -112,37 +89,69 @@ def plots_html(lines: Sequence[Mapping[str, Any]], title: str) -> str:
     )
 
 
-def _section(panel: Panel, lines: Sequence[Mapping[str, Any]]) -> str:
+def _section(panel: Panel, names: Iterable[str], lines: Sequence[Mapping[str, Any]]) -> str:
     """'' when no line has any of the panel's metrics."""
-    curves = [_curve(name, lines) for name in _present(panel.names, lines)]
-    curves = [curve for curve in curves if curve.points]
+    curves = [_curve(name, lines) for name in _present(panel.names, names)]
+    curves = [Curve(_short(curve.name, panel), curve.points) for curve in curves if curve.points]
     if not curves:
         return ""
-    drawn = [Curve(curves[0].name, _smoothed(curves[0].points))] if panel.smooth else curves
+    if panel.spread and len(curves) > MANY:
+        curves = _spread(curves, panel.spread)
+    curves = _merged(curves)
+    drawn = [Curve(f"{curves[0].name} (smoothed)", _smoothed(curves[0].points))] if panel.smooth else curves
     raw = curves if panel.smooth else []
-    unit = describe(curves[0].name)[0]
-    picture, data = chart_svg(drawn, raw, from_zero=panel.from_zero)
+    ceiling = _ceiling(drawn) if panel.cut else None
+    picture, data = chart_svg(drawn, raw, from_zero=panel.from_zero, ceiling=ceiling)
     legend = "".join(
-        f'<li style="--c: var(--c{i % 8})">{html.escape(_short(curve.name, panel))} '
-        f"<b>{label(curve.points[-1][1])}</b></li>"
+        f'<li style="--c: var(--c{i % 8})">{html.escape(curve.name)} <b>{label(curve.points[-1][1])}</b></li>'
         for i, curve in enumerate(drawn)
     )
-    about = html.escape(unit if unit not in ("", "1") else "by step")
+    about = panel.subtitle
+    if ceiling is not None:
+        value, step = max((value, -step) for curve in drawn for step, value in curve.points)
+        about += f"; cut off: up to {label(value)} at step {-step:,}"
     # `<` cannot stand in a script element
     values = json.dumps(data).replace("<", "\\u003c")
     return (
-        f"<section><h2>{html.escape(panel.title)}</h2><p>{about}</p>{picture}<ul>{legend}</ul>"
+        f"<section><h2>{html.escape(panel.title)}</h2><p>{html.escape(about)}</p>{picture}<ul>{legend}</ul>"
         f'<script type="application/json">{values}</script></section>'
     )
 
 
-def _present(names: Iterable[str], lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In the order of the panel, then of the first line that has them."""
-    seen = list(dict.fromkeys(name for line in lines for name in line))
-    found: list[str] = []
-    for wanted in names:
-        found += [name for name in seen if name == wanted or (wanted.endswith("/") and name.startswith(wanted))]
-    return found
+def _present(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
+    """In the order of the panel, then of `names`."""
+    return [name for want in wanted for name in names if name == want or (want.endswith("/") and name.startswith(want))]
+
+
+def _spread(curves: Sequence[Curve], of: str) -> list[Curve]:
+    """The highest, the median and the lowest value at each step."""
+    at: dict[int, list[float]] = {}
+    for curve in curves:
+        for step, value in curve.points:
+            at.setdefault(step, []).append(value)
+    kinds: dict[str, Callable[[list[float]], float]] = {"highest": max, "median": median, "lowest": min}
+    return [
+        Curve(f"{kind} of {len(curves)} {of}", [(step, function(at[step])) for step in sorted(at)])
+        for kind, function in kinds.items()
+    ]
+
+
+def _merged(curves: Sequence[Curve]) -> list[Curve]:
+    """Curves that lie on each other as one, with all their names."""
+    names: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for curve in curves:
+        names.setdefault(tuple(curve.points), []).append(curve.name)
+    return [Curve(", ".join(found), points) for points, found in names.items()]
+
+
+def _ceiling(curves: Sequence[Curve]) -> float | None:
+    """The largest value of all but a few that are far above the others, such as that of a first step that compiles;
+    None when there is none to cut off."""
+    values = sorted(value for curve in curves for _, value in curve.points)
+    limit = FAR_ABOVE * max(median_low([value for _, value in curve.points]) for curve in curves)
+    kept = [value for value in values if value <= limit]
+    few = max(len(curves), len(values) // 20)
+    return kept[-1] if 0 < len(values) - len(kept) <= few < len(kept) else None
 
 
 def _curve(name: str, lines: Sequence[Mapping[str, Any]]) -> Curve:
@@ -167,5 +176,6 @@ def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _short(name: str, panel: Panel) -> str:
-    prefix = next((it for it in panel.names if it.endswith("/") and name.startswith(it)), "")
-    return name.removeprefix(prefix) + (" (smoothed)" if panel.smooth else "")
+    """What it is of: without the part that the panel's title says."""
+    prefixes = [wanted[: wanted.rfind("/") + 1] for wanted in panel.names]
+    return name.removeprefix(max((prefix for prefix in prefixes if name.startswith(prefix)), key=len))

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from schemas.errors import OmniloomError, ResumableError
+from schemas.errors import OmniloomError, ResumableError, StoppedError
 from schemas.strict import load_config
 from train.config import OmniConfig
 from train.launch import OUTCOME_VARIABLE, Launch, launch, leave_outcome, under_torchrun
@@ -31,10 +31,14 @@ def run(
     """Train; goes on from the newest checkpoint. Overrides: train.max_steps=10 or --train.max_steps 10. Under torchrun
     it joins the ranks that are there."""
     settings = load_config(config, context.args, OmniConfig)  # before anything slow, and once for all ranks
-    if under_torchrun() or (nproc in (None, 1) and nnodes == 1):
-        run_rank(settings)
-        return
-    launch(Launch(nproc or 1, nnodes, rdzv), ["train", "run", str(config), *context.args])
+    try:
+        if under_torchrun() or (nproc in (None, 1) and nnodes == 1):
+            run_rank(settings)
+        else:
+            launch(Launch(nproc or 1, nnodes, rdzv), ["train", "run", str(config), *context.args])
+    except StoppedError as stopped:  # no error
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(stopped.exit_code) from None
 
 
 def validate(

@@ -9,16 +9,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from schemas.errors import ConfigError, ResumableError
+from schemas.errors import ConfigError, StoppedError
 from train.callbacks.base import Callback
 from train.callbacks.standard import standard_callbacks
 from train.config import OmniConfig
 from train.data.loader import StepBatches
-from train.evaluation import Evaluator
 from train.model_build import ModelFiles, towers_of
 from train.models.spec import read_model
 from train.optim.groups import LearningRate, learning_rates
-from train.state import TrainerState
+from train.state import TrainerState, finished_note
 from train.step import StepResult, train_step
 from train.trainer_build import TrainerParts
 
@@ -31,7 +30,6 @@ class BaseTrainer(TrainerParts):
         self.callbacks: list[Callback] = []
         self.should_stop = False
         self._own_callbacks = list(callbacks)
-        self._evaluator: Evaluator | None = None
 
     def add_callback(self, callback: Callback) -> None:
         """Runs after those of the configuration and those added before."""
@@ -56,8 +54,12 @@ class BaseTrainer(TrainerParts):
         saved = self.checkpointer.load(self.resume_from, self.model, self.optimizer)
         self.state = TrainerState.from_json(saved["trainer"])
         self.train_dataloader.load_state_dict(saved["data"])
+        if (change := self.lr_scheduler.change_since(saved["scheduler"])) is not None:
+            self.say(change)
         self.lr_scheduler.load_state_dict(saved["scheduler"])
-        self.say(f"going on after step {self.state.step} from {self.resume_from}")
+        total = self.train_dataloader.total_steps()
+        going_on = f"going on after step {self.state.step} from {self.resume_from}"
+        self.say(finished_note(self.state.step, total, self.args.train) or going_on)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint notes beside tensors. JSON."""
@@ -74,12 +76,13 @@ class BaseTrainer(TrainerParts):
 
     def save(self, *, final: bool = False) -> Path:
         """A checkpoint of the step that was taken last."""
+        self.call("on_before_save")
         path = self.checkpointer.save(self.state.step, self.model, self.optimizer, self.state_dict(), final=final)
         self.call("on_save", path)
         return path
 
     def train(self) -> TrainerState:
-        """To the end of the training. ResumableError after a signal to stop, when all is saved."""
+        """To the end of the training. StoppedError after a signal to stop, when all is saved."""
         try:
             self.build()
             self.call("on_train_begin")
@@ -89,7 +92,7 @@ class BaseTrainer(TrainerParts):
                     self._step(batches)
                     if self.should_stop:
                         self.save(final=True)
-                        raise ResumableError(f"stopped and saved after step {self.state.step}; start again to go on")
+                        raise StoppedError(f"stopped and saved after step {self.state.step}; start again to go on")
             self.call("on_train_end")
         except BaseException as error:
             self._tell(error)
@@ -98,12 +101,9 @@ class BaseTrainer(TrainerParts):
 
     def evaluate(self) -> dict[str, float]:
         """The losses on the sources of `evaluation`; a collective call. Callbacks hear of them, too."""
-        train = self.args.train
-        if not train.evaluation.sources:
+        if self.evaluator is None:
             raise ConfigError("train.evaluation.sources: there are none to evaluate on")
-        if self._evaluator is None:
-            self._evaluator = Evaluator.make(self.args.data, train, self.assets, self.mesh, self.model_inputs)
-        metrics = self._evaluator.run(self.model)
+        metrics = self.evaluator.run(self.model)
         self.state.evaluated(metrics["loss"])
         self.call("on_evaluate", metrics)
         return metrics

@@ -26,10 +26,13 @@ from train.data.processor import ProcessorAssets
 from train.data.rank_plan import DataRank
 from train.data.serving import ModelInputs
 from train.data.sources import OpenSource
+from train.evaluation import Evaluator
+from train.export import check_export
 from train.lora.apply import adapted_weights, trained_table
 from train.lora.base import base_digest
 from train.lora.plan import LoraPlan
 from train.mesh import Mesh, Process, start_process_group
+from train.metric_writers import check_packages
 from train.model_assets import training_assets
 from train.model_build import (
     AnyModel,
@@ -55,7 +58,7 @@ from train.models.spec import ModelSpec
 from train.objective import GrpoObjective, check_references, with_rollouts
 from train.ops.registry import Ops
 from train.optim.build import make_optimizer
-from train.optim.groups import LearningRate, learning_rates, parameter_groups
+from train.optim.groups import LearningRate, decay_note, learning_rates, parameter_groups
 from train.optim.schedule import LrScheduler, Schedule
 from train.parallel.fsdp import GradientSync, needs_wrapping
 from train.state import TrainerState
@@ -84,6 +87,7 @@ class TrainerParts:
     plans: PlanStore
     model_inputs: ModelInputs
     train_dataloader: TrainLoader
+    evaluator: Evaluator | None
     checkpointer: Checkpointer
     optimizer: Optimizer
     lr_scheduler: LrScheduler
@@ -93,6 +97,7 @@ class TrainerParts:
         self.args = config
         self.state = TrainerState()
         self.resume_from: Path | None = None
+        self.evaluator = None
         self.built = False
         self._setup_group: dist.ProcessGroup | None = None
 
@@ -100,11 +105,13 @@ class TrainerParts:
         """In this order."""
         self.build_distributed()
         self.build_model()
+        self.check_outputs()
         self.build_loss()
         self.build_assets()
         self.build_dataset()
         self.build_collate()
         self.build_loader()
+        self.build_evaluation()
         self.build_checkpointer()
         self.build_parallel()
         self.build_optimizer()
@@ -169,6 +176,12 @@ class TrainerParts:
         counted = ModelFlops(self.model, () if self.lora is None else list(adapted_weights(self.lora.targets)))
         return lambda batch: counted.count(micro_batch(batch)).model
 
+    def check_outputs(self) -> None:
+        """What is first needed at a log line or at the end of training: packages of writers, the base of exports."""
+        if self.process.rank == 0:
+            check_packages(self.args.train.logging)
+            check_export(self.args.train.checkpoint, family_of(self.model), adapters=self.lora is not None)
+
     def build_loss(self) -> None:
         """What of the loss spans ranks."""
         share_router(self.model, self.mesh)
@@ -202,6 +215,12 @@ class TrainerParts:
             self.model_inputs,
         )
 
+    def build_evaluation(self) -> None:
+        """The held-out data, opened and planned now, so that what is wrong with them is told before the first step."""
+        train = self.args.train
+        if train.evaluation.sources:
+            self.evaluator = Evaluator.make(self.args.data, train, self.assets, self.mesh, self.model_inputs)
+
     def build_checkpointer(self) -> None:
         """And whether there is a checkpoint to go on from."""
         data = self.args.data
@@ -231,6 +250,8 @@ class TrainerParts:
     def build_optimizer(self) -> None:
         config = self.args.train.optimizer
         groups = parameter_groups(self.model, config, self.learning_rates())
+        if (note := decay_note(config)) is not None:
+            self.say(note)
         self.optimizer = make_optimizer(self.model, groups, config, seed=self.args.train.seed, device=self.mesh.device)
 
     def build_schedule(self) -> None:

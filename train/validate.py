@@ -7,19 +7,30 @@ that the training itself would end with; `validate_config` collects them, so tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging import WARNING
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from schemas.errors import OmniloomError
-from train.config import OmniConfig, TrainConfig
-from train.data.prepare import open_data, plan_notes
+from schemas.errors import ConfigError, OmniloomError
+from train.checkpoint_io import check_family, read_state
+from train.checkpoint_layout import find_step
+from train.config import DataConfig, OmniConfig, TrainConfig, WandbConfig
+from train.data.loader import check_same_data
+from train.data.prepare import open_data, plan_notes, reward_notes
+from train.data.processor import ProcessorAssets
 from train.data.rank_plan import DataRank, RankPlan
-from train.estimate import estimate_memory
+from train.data.sources import check_source
+from train.estimate import count_text, estimate_memory, size_text
+from train.evaluation import HeldOut, held_out_data
+from train.export import check_export
 from train.lora.apply import adapter_names, trained_table
 from train.mesh import Degrees
+from train.metric_writers import check_packages
 from train.model_assets import training_assets
 from train.model_build import (
     AnyModel,
@@ -27,6 +38,7 @@ from train.model_build import (
     add_hearing,
     build_model,
     choose_ops,
+    family_of,
     master_dtype,
     model_spec,
     plan_lora,
@@ -36,7 +48,9 @@ from train.models.freeze import freeze
 from train.models.loading import open_weights
 from train.objective import check_references
 from train.ops.registry import OPS, Device, resolve
-from train.optim.groups import learning_rates, parameter_groups
+from train.optim.groups import decay_note, learning_rates, parameter_groups
+from train.optim.schedule import Schedule
+from train.state import finished_note
 
 GPU_CAPABILITY = (9, 0)  # of a Hopper GPU: what `auto` is resolved for when this machine has none
 
@@ -52,11 +66,13 @@ class Findings:
         self.facts.append((what, how))
 
     @contextmanager
-    def check(self) -> Iterator[None]:
-        """Keeps the error of a check and goes on."""
+    def check(self, key: str = "") -> Iterator[None]:
+        """Keeps the error of a check and goes on. key: of the configuration, for an error that does not name it."""
         try:
             yield
         except OmniloomError as error:
+            if key:
+                error.args = (f"{key}: {error}",)
             self.faults.append(error)
 
     def raise_faults(self) -> None:
@@ -76,16 +92,53 @@ def validate_config(config: OmniConfig, world_size: int, *, data: bool = True) -
         found.add("ranks", f"{degrees.dp_replicate} replicas x {degrees.dp_shard} shards x {degrees.ulysses} slices")
     with found.check():
         _check_ops(config, found)
-    model = _check_model(config, degrees, found)
+    has_config = _check_model_folder(config, found)
+    model = _check_model(config, degrees, found) if has_config else None
     if model is not None and degrees is not None:
         with found.check():
             memory = estimate_memory(model, degrees, config.train, config.data.max_seq_len, config.model.lora_config)
             *parts, total = memory.lines()
             found.add("memory of each GPU", f"{total.rpartition('GPU ')[2]}: {', '.join(parts)}")
+    saved = _check_outputs(config, model, found)
     if data:
+        _check_sources(config, degrees, found, saved, laid_out=has_config)
+    elif config.train.max_steps is not None:
         with found.check():
-            _check_data(config, degrees, found)
+            Schedule.of(config.train.optimizer, config.train.max_steps)
     return found
+
+
+def _check_model_folder(config: OmniConfig, found: Findings) -> bool:
+    """One fault, not one for each part that needs the file."""
+    file = ModelFiles.of(config.model).config_file
+    if file.is_file():
+        return True
+    key = "model_path" if config.model.config_path is None else "config_path"
+    hint = "; to check without the weights, set model.config_path to a folder that has the config.json alone"
+    found.faults.append(ConfigError(f"model.{key}: {file} does not exist" + (hint if key == "model_path" else "")))
+    return False
+
+
+def _check_outputs(config: OmniConfig, model: AnyModel | None, found: Findings) -> Mapping[str, Any] | None:
+    """Packages of writers, the base of exports, the checkpoint to go on from, whose state is returned."""
+    train, family = config.train, None if model is None else family_of(model)
+    for logging in (
+        train.logging.model_copy(update={"tensorboard": False}),
+        train.logging.model_copy(update={"wandb": WandbConfig()}),
+    ):
+        with found.check():
+            check_packages(logging)
+    if family is not None:
+        with found.check():
+            check_export(train.checkpoint, family, adapters=config.model.lora_config is not None)
+    with found.check():
+        path = find_step(Path(train.checkpoint.output_dir), train.checkpoint.load_path)
+        if path is not None:
+            state = read_state(path)
+            check_family(path, state, family or state["family"])
+            found.add("goes on", f"after step {state['step']} from {path}")
+            return state
+    return None
 
 
 def _check_ops(config: OmniConfig, found: Findings) -> None:
@@ -99,15 +152,17 @@ def _check_ops(config: OmniConfig, found: Findings) -> None:
 
 
 def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -> AnyModel | None:
-    """Built on the meta device; names and shapes of its weights are read from their headers."""
+    """Built on the meta device; names and shapes of its weights are read from their headers. None after a fault of what
+    is trained, of which no memory can be told."""
     model: AnyModel | None = None
+    whole = False  # built, frozen and with its adapters: as it would train
     with found.check():
         ops = choose_ops(_plain(config).model, config.train, torch.device("cpu"))
         model = build_model(config.model, ops, master_dtype(config.train))
         with found.check():
             add_hearing(model, config.model, config.train, ops)
             if (beside := getattr(model, "frozen_audio", None)) is not None:
-                found.add("audio tower", f"frozen, beside the model, {beside.nbytes / 1e9:.1f} GB")
+                found.add("audio tower", f"frozen, beside the model, {size_text(beside.nbytes)}")
         train = config.train
         frozen = freeze(model, vit=train.freeze_vit, audio_tower=train.freeze_audio_tower, modules=train.freeze_modules)
         lora = plan_lora(model, config.model, train, frozen)
@@ -118,12 +173,13 @@ def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -
             found.add("adapters", f"{first}, of {len(kinds)} kinds")
         count = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        found.add("model", f"{model.config.model_type}, {count / 1e9:.3g} B parameters, {trained / 1e9:.3g} B trained")
+        found.add("model", f"{model.config.model_type}, {count_text(count)} parameters, {count_text(trained)} trained")
         if frozen:
-            found.add("frozen", f"{len(frozen)} parameters, the first {frozen[0]}")
+            found.add("frozen", f"{len(frozen)} tensors, the first {frozen[0]}")
         if degrees is not None:
             degrees.check_experts(getattr(model.config.get_text_config(), "num_experts", 0) or 0)
         _check_optimizer(config.train, model, found)
+        whole = True
     files = ModelFiles.of(config.model)
     if model is not None and files.weights is not None:
         with found.check():
@@ -133,18 +189,20 @@ def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -
             found.add("weights", f"{len(weights.tensors)} tensors of {files.weights}, all names and shapes fit")
     elif model is not None:
         found.add("weights", f"random, seed {config.train.seed}")
-    return model
+    return model if whole else None
 
 
 def _check_optimizer(train: TrainConfig, model: AnyModel, found: Findings) -> None:
-    """Patterns, names and blocks of heads mean something; how many parameters each kind has."""
+    """Patterns, names and blocks of heads mean something; how many tensors each kind has."""
     with found.check():
         counts = Counter[str]()
         for group in parameter_groups(model, train.optimizer, learning_rates(train, towers_of(model))):
             counts[group["kind"]] += len(group["params"])
-        said = ", ".join(f"{kind} of {count} parameters" for kind, count in sorted(counts.items()))
+        said = ", ".join(f"{kind} of {count} tensors" for kind, count in sorted(counts.items()))
         dtypes = f"parameters {train.optimizer.master_dtype}, averages {train.optimizer.state_dtype}"
         found.add("optimizer", f"{said}; {dtypes}")
+        if (note := decay_note(train.optimizer)) is not None:
+            found.add("note", note)
 
 
 def _plain(config: OmniConfig) -> OmniConfig:
@@ -153,8 +211,42 @@ def _plain(config: OmniConfig) -> OmniConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"ops_implementation": names})})
 
 
-def _check_data(config: OmniConfig, degrees: Degrees | None, found: Findings) -> None:
-    assets = training_assets(config)
+def _check_sources(
+    config: OmniConfig, degrees: Degrees | None, found: Findings, saved: Mapping[str, Any] | None, *, laid_out: bool
+) -> None:
+    """Each source by itself, then all together. laid_out: the model's config.json is there, which decides how rows are
+    laid out; saved: the state to go on from."""
+    held_out = held_out_data(config.data, config.train)
+    data_fit = _each_source("data", config.data, found)
+    held_fit = _each_source("train.evaluation", held_out, found)
+    if not laid_out:
+        return
+    with found.check():
+        assets = training_assets(config)
+        if data_fit:
+            with found.check():
+                _check_data(config, degrees, assets, found, saved)
+        if held_fit and held_out.sources:
+            with found.check():
+                _check_held_out(config, degrees, assets, found)
+
+
+def _each_source(section: str, data: DataConfig, found: Findings) -> bool:
+    """It is there, and its preprocessor and rollouts are."""
+    before = len(found.faults)
+    for number, source in enumerate(data.sources):
+        with found.check(f"{section}.sources.{number}"):
+            check_source(source, data)
+    return len(found.faults) == before
+
+
+def _check_data(
+    config: OmniConfig,
+    degrees: Degrees | None,
+    assets: ProcessorAssets,
+    found: Findings,
+    saved: Mapping[str, Any] | None,
+) -> None:
     sources, plans = open_data(config.data, config.train, assets, show=False)
     check_references(config.train.objective, sources)
     steps = plans.steps(0)
@@ -163,10 +255,27 @@ def _check_data(config: OmniConfig, degrees: Degrees | None, found: Findings) ->
         found.add(f"data source {source.rows.name}", f"{len(source.lengths):,} rows")
     for note in plan_notes(plans, sources):
         found.add("note", note)
+    for level, note in reward_notes(sources):
+        found.add("warning" if level >= WARNING else "note", note)
     found.add("steps", f"{steps:,} in the first epoch, {total:,} in all")
+    with found.check():
+        Schedule.of(config.train.optimizer, total)
+    if saved is not None:
+        if (finished := finished_note(int(saved["step"]), total, config.train)) is not None:
+            found.add("note", finished)
+        with found.check():
+            check_same_data(saved.get("data", {}), plans, sources)
     if degrees is not None:
         mine = RankPlan(plans, DataRank(0, degrees.dp, 0, degrees.ulysses), config.train)
         found.add("micro-batches", f"{mine.micro_steps} of each rank per step")
+
+
+def _check_held_out(config: OmniConfig, degrees: Degrees | None, assets: ProcessorAssets, found: Findings) -> None:
+    held = HeldOut.open(config.data, config.train, assets, 1 if degrees is None else degrees.dp, show=False)
+    for source in held.sources:
+        found.add(f"evaluation source {source.rows.name}", f"{len(source.lengths):,} rows")
+    for note in plan_notes(held.plans, held.sources, training=False):
+        found.add("note", f"evaluation: {note}")
 
 
 def report_lines(found: Findings) -> list[str]:

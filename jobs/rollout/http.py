@@ -6,8 +6,12 @@ import http.client
 import json
 import logging
 import os
+import socket
 import ssl
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +31,8 @@ log = logging.getLogger("omniloom.rollouts")
 
 @dataclass(frozen=True)
 class JsonServer:
-    """Where to post. token: sent as bearer. Usable from several threads: each request has its own connection."""
+    """Where to post. timeout_s: of one try, until its answer is there as a whole; token: sent as bearer. Usable from
+    several threads: each request has its own connection."""
 
     url: str
     timeout_s: float
@@ -84,14 +89,42 @@ class JsonServer:
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         try:
-            connection.request("POST", parts.path.rstrip("/") + path, data, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
+            connection.connect()
+            with _within(self.timeout_s, connection.sock):
+                connection.request("POST", parts.path.rstrip("/") + path, data, headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
         finally:
             connection.close()
 
     def _parsed(self, path: str, said: bytes) -> Any:
         try:
             return json.loads(said)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url}{path} answers with no JSON: {one_line(error)}") from error
+
+
+@contextmanager
+def _within(seconds: float, connection: socket.socket) -> Iterator[None]:
+    """TimeoutError for a block that takes longer, which is ended by ending its connection: the timeout of a socket is
+    that of a single read, and a server may send a byte now and then."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with suppress(OSError):  # it has ended by itself
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        if late.is_set():
+            raise TimeoutError(f"no whole answer in {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+    if late.is_set():  # an answer of no declared length ends with its connection
+        raise TimeoutError(f"no whole answer in {seconds:g} s")

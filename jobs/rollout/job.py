@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from transformers import AutoTokenizer
 
@@ -25,8 +26,17 @@ from jobs.rollout.prompts import Prompt, make_prompt, prompt_assets
 from jobs.rollout.reference import AnswerReference
 from jobs.rollout.scorers import Scorer, find_scorer
 from pack.reader import PackedDataset
-from schemas.errors import ConfigError, DataThresholdError, IncompleteSourceError, RowError, UnsupportedError
-from schemas.rollouts import ROLLOUTS_CARD, Response, RolloutAbout, RolloutCard, RolloutRow, part_name
+from schemas.errors import (
+    ConfigError,
+    DataThresholdError,
+    IncompleteSourceError,
+    OmniloomError,
+    RowError,
+    SchemaError,
+    UnsupportedError,
+)
+from schemas.rollouts import ROLLOUTS_CARD, Response, RolloutAbout, RolloutCard, RolloutRow, check, part_name
+from schemas.wording import one_line, short
 from train.data.collate import DecodeError
 from train.data.durable import write_durably
 from train.data.processor import ProcessorAssets
@@ -131,6 +141,10 @@ def open_reference(config: RolloutsConfig, assets: ProcessorAssets) -> AnswerRef
     return AnswerReference(load_model(Path(config.reference_path), config.local), assets)
 
 
+class ScorerError(Exception):
+    """A scorer raised, or gave no reward, for one answer."""
+
+
 class RowWorker:
     """Row -> rollout, several at a time where the engine takes several."""
 
@@ -168,18 +182,37 @@ class RowWorker:
             answers = self.engine.answers(prompt, row_seed(self.seed, key))
             told = self.reference.logprobs(prompt, answers) if self.reference else [None] * len(answers)
             responses = [self._response(*pair, prompt) for pair in zip(answers, told, strict=True)]
+            found = RolloutRow(key, sample.meta.source, len(prompt.ids), prompt.digest, responses)
+            check(found)
         except RowError as error:
             return LeftOut(key, error.reason, error.detail)
         except UnsupportedError as error:
             return LeftOut(key, "unsupported", str(error))
         except DecodeError as error:
             return LeftOut(key, "undecodable", error.reason)
-        return RolloutRow(key, sample.meta.source, len(prompt.ids), prompt.digest, responses)
+        except ScorerError as error:
+            return LeftOut(key, "scorer_failed", str(error))
+        except SchemaError as error:
+            return LeftOut(key, "bad_answer", str(error))
+        return found
 
     def _response(self, answer: Answer, ref_logprobs: Sequence[float] | None, prompt: Prompt) -> Response:
         text: str = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
-        reward = self.scorer(text, prompt.meta.extra)
-        return Response(answer.ids, answer.logprobs, float(reward), text, answer.finish, ref_logprobs)
+        reward = self._reward(text, prompt.meta.extra)
+        return Response(answer.ids, answer.logprobs, reward, text, answer.finish, ref_logprobs)
+
+    def _reward(self, text: str, facts: dict[str, Any]) -> float:
+        """ScorerError, where the scorer says no more: an error of omniloom tells what is wrong itself."""
+        try:
+            reward: Any = self.scorer(text, facts)
+        except OmniloomError:
+            raise
+        except Exception as error:  # of the user's own code
+            raise ScorerError(f"the scorer raised {type(error).__name__}: {one_line(error)}") from error
+        number = np.asarray(reward)
+        if number.ndim or number.dtype.kind not in "biuf" or not abs(float(number)) <= float(np.finfo(np.float32).max):
+            raise ScorerError(f"the scorer gives {short(reward)}; a reward is a number, finite in float32")
+        return float(number)
 
 
 def row_seed(seed: int, key: str) -> int:

@@ -10,6 +10,7 @@ from jobs.rollout.prompts import Prompt
 from jobs.rollout.server import ServerEngine
 from schemas.conversation import turn_parts
 from schemas.errors import UnsupportedError
+from schemas.wording import short
 
 TOKEN_ID = "token_id:"  # vLLM writes "token_id:123" for a token with return_tokens_as_token_ids
 
@@ -28,7 +29,7 @@ class OpenAIEngine(ServerEngine):
             if chat or ids is not None:
                 self.check_prompt(prompt, ids, (found.get("usage") or {}).get("prompt_tokens"))
             return [self._read(choice, chat=chat) for choice in choices]
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
             raise EngineError(f"{route}: the answer has another form: {type(error).__name__}: {error}") from error
 
     def _api(self, prompt: Prompt) -> Literal["completions", "chat"]:
@@ -91,7 +92,17 @@ class OpenAIEngine(ServerEngine):
         ids = choice.get("token_ids")
         if ids is None:
             ids = [_token_id(name) for name in names]
+        elif any(_names_another(name, token) for name, token in zip(names, ids, strict=False)):
+            raise EngineError(
+                f"the server gives the token ids {short(ids)} and calls them {short(names)}; their log-probabilities "
+                "would be those of other tokens"
+            )
         return self.answer(ids, values, choice["finish_reason"])
+
+
+def _names_another(name: Any, token: Any) -> bool:
+    """Whether a name is the id of another token; names may be texts, which tell nothing."""
+    return isinstance(name, str) and name.startswith(TOKEN_ID) and name != f"{TOKEN_ID}{token}"
 
 
 def _token_id(name: str) -> int:

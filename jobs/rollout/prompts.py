@@ -17,7 +17,7 @@ from train.data.processor import ProcessorAssets, load_assets
 from train.data.sample import IGNORE, TrainSample
 from train.data.sideband import find_sideband
 from train.data.transform import SampleTransform
-from train.model_assets import media_of
+from train.model_assets import media_of, vocab_size_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def prompt_assets(config: RolloutsConfig) -> ProcessorAssets:
         system=config.layout.system,
         media=media_of(values, sound_beside=False),
         sideband=find_sideband("auto", folder),
+        vocab_size=vocab_size_of(folder),
     )
 
 

@@ -23,7 +23,7 @@ class SglangEngine(ServerEngine):
             for each in found:
                 self.check_prompt(prompt, None, each["meta_info"].get("prompt_tokens"))
             return [self._read(each["meta_info"]) for each in found]
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
             raise EngineError(f"/generate: the answer has another form: {type(error).__name__}: {error}") from error
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:

@@ -23,6 +23,8 @@ KEPT = ("problem_id", "problem_type", "data_type", "data_source")
 REASONING = "Think first, inside <think> </think>."
 ANSWER = "Give {kind} inside <answer> </answer>."
 
+# the minus of typeset text, small and full-width forms
+_SIGNS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff05": "%"})
 
 ARGUMENTS = ("reasoning", "types", "source_prefixes", "require_media")
 
@@ -83,8 +85,9 @@ def video_r1(
 
 
 def parse_number(text: str) -> float | None:
-    """The value of '12', '1,200.5', '35%' (0.35), '3/4'; None for anything else, which a scorer compares as text."""
-    plain = text.replace(",", "").replace(" ", "").rstrip(".")
+    """The value of '12', '1,200.5', '35%' (0.35), '3/4', '1/2%' (0.005), with any of Unicode's minus signs; None for
+    anything else, which a scorer compares as text."""
+    plain = text.translate(_SIGNS).replace(",", "").replace(" ", "").rstrip(".")
     scale = 0.01 if plain.endswith("%") else 1.0
     top, slash, bottom = plain.removesuffix("%").partition("/")
     try:

@@ -51,6 +51,13 @@ def test_help_imports_nothing_heavy() -> None:
     assert answer.stdout.splitlines()[-1] == "LOADED []"
 
 
+def test_help_lists_the_exit_codes() -> None:
+    said = " ".join(run("--help").stdout.split())
+    for code, meaning in errors.EXIT_CODES.items():
+        assert f"{code} {meaning}" in said
+    assert "130 Ctrl-C" in said
+
+
 def test_help_lists_the_groups_that_are_there_and_only_those() -> None:
     answer = run("--help")
     assert answer.returncode == 0

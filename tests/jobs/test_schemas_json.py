@@ -1,16 +1,18 @@
 """Generated files are current, and the JSON Schema accepts and refuses what the loader does."""
 
 import json
+from typing import Annotated
 
 import jsonschema
 import pytest
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from jobs.schemas_json import FILES, REFERENCE, explain, file_model, keys_text, reference_text, schema_path, schema_text
 from schemas.config_keys import REQUIRED, child_type, describe_keys, describe_type
 from schemas.errors import ConfigError
 from schemas.strict import check_config
+from train.config import DataSourceConfig
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -76,6 +78,8 @@ def test_keys_have_types_and_defaults_of_the_model():
         (list[int], "a list of integers"),
         (list[list[int]], "a list of (a list of integers)"),
         (dict[str, float], "a mapping of names to numbers"),
+        (Annotated[str, Field(min_length=1)], "a string with 1 or more characters"),
+        (Annotated[list[str], Field(min_length=2)], "a list of strings with 2 or more entries"),
         (dict, "a mapping"),
         (list, "a list"),
         (bool | None, "true or false or null"),
@@ -111,6 +115,29 @@ def test_explain():
         with pytest.raises(ConfigError, match=f"unknown key '{wrong}'; did you mean '{near}'"):
             explain(wrong)
     assert "pack.output" in keys_text() and "required" in keys_text()
+
+
+def test_keys_of_the_entries_of_a_list():
+    infos = {info.key: info for info in describe_keys(file_model("train"))}
+    assert infos["data.sources"].section is None and infos["data.sources.N"].section is DataSourceConfig
+    for key in ("data.sources.N", "train.evaluation.sources.N"):
+        assert {f"{key}.{name}" for name in DataSourceConfig.model_fields} <= infos.keys()
+        assert f"## `{key}`" in reference_text() and f"| `{key}.weight` | a number > 0 |" in reference_text()
+    assert explain("data.sources.0.weight") == explain("data.sources.N.weight")
+    assert "how often each row is used" in explain("train.evaluation.sources.12.weight")
+    assert "data.sources.N.rollouts" in explain("data.sources.0")
+    with pytest.raises(ConfigError, match=r"did you mean 'data\.sources\.N\.weight'"):
+        explain("data.sources.0.weigth")
+    properties = json.loads(schema_text("train"))["$defs"]["DataSourceConfig"]["properties"]
+    assert properties["weight"]["description"] == infos["data.sources.N.weight"].doc
+
+
+def test_every_list_of_mappings_says_its_keys():
+    for name in FILES:
+        keys = {info.key: info for info in describe_keys(file_model(name))}
+        lists = [key for key, info in keys.items() if "list of mappings" in info.kind]
+        assert [key for key in lists if f"{key}.N" not in keys] == []
+        assert lists or name != "train"
 
 
 def test_unknown_files():

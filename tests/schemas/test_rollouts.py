@@ -123,3 +123,8 @@ def test_the_card_adds_up():
     wrong = json.loads(card.to_json()) | {"responses": 15}
     with pytest.raises(SchemaError, match="responses is 15, but its parts add up to 16"):
         RolloutCard.from_json(json.dumps(wrong), "rollouts.json")
+    for name in ("../part-00000.parquet", "/tmp/part-00000.parquet", "part-00000.json"):
+        wrong = json.loads(card.to_json())
+        wrong["parts"] = {name: wrong["parts"].pop(part_name(0)), **wrong["parts"]}
+        with pytest.raises(SchemaError, match="should match pattern"):
+            RolloutCard.from_json(json.dumps(wrong), "rollouts.json")

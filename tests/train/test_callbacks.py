@@ -40,18 +40,22 @@ CPU = torch.device("cpu")
 
 
 class Trainer:
-    """As much of a trainer as callbacks see. say: what it was asked to do."""
+    """As much of a trainer as callbacks see. did: what it was asked to do; said: by `say`."""
 
     def __init__(self, folder: Path, callbacks: Sequence[Callback], **sections: Any) -> None:
         train = {"checkpoint": CheckpointConfig(output_dir=str(folder)), "evaluation": EvaluationConfig(), **sections}
         self.args = SimpleNamespace(train=SimpleNamespace(**train), model_dump=lambda mode: {"seed": 1})
         self.state, self.callbacks, self.should_stop = TrainerState(), list(callbacks), False
-        self.train_dataloader = SimpleNamespace(dead=[])
+        self.train_dataloader, self.lora = SimpleNamespace(dead=[]), None
         self.did: list[str] = []
+        self.said: list[str] = []
         self.committed: list[Path] = []
         self.checkpointer = SimpleNamespace(
             output_dir=folder, family="qwen3", wait=lambda: self.did.append("wait"), take_committed=self._take
         )
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     def save(self, *, final: bool = False) -> Path:
         self.did.append(f"save {self.state.step}{' final' if final else ''}")
@@ -59,6 +63,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         self.did.append(f"evaluate {self.state.step}")
+        self.state.evaluated(2.5)
         self.call("on_evaluate", {"loss": 2.5})
         return {"loss": 2.5}
 
@@ -172,6 +177,12 @@ def test_plain_lines_say_where_it_is(tmp_path: Path) -> None:
     assert first.startswith("step 1 of 3, loss 3.0000, grad norm 2, ") and "tokens/s/GPU, data wait" in first
     assert first.endswith("left, saving step 2: 1.0 of 4.0 GB") and last.startswith("step 3 of 3, loss 3.0000")
     assert summary({"eval/loss": 1.25, "epoch": 0}) == "eval/loss 1.2500"
+
+
+def test_a_line_of_grpo_begins_with_the_reward() -> None:
+    line = {"loss": -0.01, "grad_norm": 2.0, "tokens_per_second_per_gpu": 1000.0, "data_wait": 0.25}
+    assert summary(line | {"grpo/reward": 0.5}).startswith("reward 0.5000, loss -0.0100, grad norm 2, ")
+    assert "reward" not in summary(line)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -320,4 +331,5 @@ def test_a_stop_reaches_the_trainer(tmp_path: Path) -> None:
     stopper.request("SIGTERM")
     trainer.step()
     assert trainer.should_stop and trainer.did == ["save 1"]
+    assert trainer.said == ["SIGTERM: stopping after step 2"]
     trainer.fail(ResumableError("stopped"))

@@ -323,10 +323,16 @@ def test_weights_alone_can_be_loaded(run: Path) -> None:
 
 def test_changed_settings_are_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     course = Training.start(1)
+    for group in course.optimizer.param_groups:
+        group["betas"] = (0.5, 0.95)
     course.optimizer.param_groups[0]["weight_decay"] = 0.3
     course.load(checkpointer(run), run / "step_2")
     assert course.optimizer.param_groups[0]["weight_decay"] == 0.1
-    assert "group decay: weight_decay is 0.1 in the checkpoint and 0.3 in the configuration" in caplog.text
+    said = [record.message for record in caplog.records if record.name == "omniloom.train"]
+    assert len([line for line in said if "betas" in line]) == 1  # of all groups together
+    (line,) = [line for line in said if "weight_decay" in line]
+    assert line.startswith("optimizer, weight_decay of decay: 0.1 in the checkpoint and 0.3 in the configuration; ")
+    assert "start from the exported weights" in line
 
 
 def test_wrappers_do_not_change_names() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from schemas.errors import ConfigError, ResumableError
+from schemas.errors import ConfigError, ResumableError, SchemaError
 from schemas.rollouts import Response, RolloutAbout, RolloutRow, prompt_digest
 from schemas.strict import check_config
 from tests.train.data.loading import clip_sample, omni_assets, write_clips
@@ -100,8 +101,32 @@ def test_other_rollouts_are_other_data(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ResumableError):
         config = omni_config(tmp_path, sources(folder), **keys)
         make_trainer(config, callbacks=[Watch(stop_after=1)]).train()
-    with pytest.raises(ConfigError, match="the data are not those of the checkpoint"):
-        make_trainer(omni_config(tmp_path, sources(folder, "no_references"), **keys)).train()
+    other = omni_config(tmp_path, sources(folder, "no_references"), **keys)
+    said = "the rollouts of source clips are others. To train on these, set another train.checkpoint.output_dir"
+    with pytest.raises(ConfigError, match=said) as error:
+        make_trainer(other).train()
+    assert "the data are not those of the checkpoint" in str(error.value) and "weight 1.0" not in str(error.value)
+    (fault,) = validate_config(other, 1).faults
+    assert str(fault) == str(error.value)
+
+
+def test_rows_without_advantage_are_told(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, equal in (("some", 3), ("all", 12)):
+        made = rows(12, references=False)
+        for row in made[:equal]:
+            row.responses[:] = [replace(response, reward=0.25) for response in row.responses]
+        write_rollouts(tmp_path / name, made, ABOUT)
+    said = {
+        "some": ("note", "data source clips: 3 of 12 rows (25%) have responses of equal rewards: no advantage"),
+        "all": ("warning", "the responses of each row have equal rewards, so that nothing is learned from it"),
+    }
+    for name, (what, how) in said.items():
+        config = omni_config(tmp_path, sources(folder, str(tmp_path / name)), objective=GRPO)
+        assert any(kind == what and how in text for kind, text in validate_config(config, 1).facts)
+    with caplog.at_level("INFO", "omniloom.train"):
+        make_trainer(config).build()
+    (record,) = [record for record in caplog.records if "equal rewards" in record.message]
+    assert record.levelname == "WARNING" and said["all"][1] in record.message
 
 
 def test_a_penalty_needs_references(folder: Path, tmp_path: Path) -> None:
@@ -155,3 +180,18 @@ def test_defaults_are_stated_in_the_configuration() -> None:
     assert config.train.objective.model_dump() == {
         "type": "cross_entropy", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "normalize_std": True,
     }  # fmt: skip
+
+
+def test_tokens_that_the_model_does_not_have_are_told_before_training(folder: Path, tmp_path: Path) -> None:
+    """The last token of the vocabulary is one of the model's, the one behind it is not."""
+    made = rows(12, references=False)
+    for name, token in (("last", VOCAB - 1), ("none", VOCAB)):
+        first = replace(made[5].responses[0], ids=[token, made[5].responses[0].ids[1]])
+        write_rollouts(tmp_path / name, [*made[:5], replace(made[5], responses=[first]), *made[6:]], ABOUT)
+    assert not validate_config(omni_config(tmp_path, sources(folder, str(tmp_path / "last")), objective=GRPO), 1).faults
+    config = omni_config(tmp_path, sources(folder, str(tmp_path / "none")), objective=GRPO)
+    said = f"rollout {made[5].id}: response 0: token 0 is {VOCAB}, and the model has {VOCAB}, from 0"
+    with pytest.raises(SchemaError, match=said):
+        make_trainer(config).train()
+    (fault,) = validate_config(config, 1).faults
+    assert said in str(fault)

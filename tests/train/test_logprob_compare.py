@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +31,7 @@ from train.logprob_compare import LogprobAgreement, compare_tables
 from train.logprob_features import ENTRIES, FeatureKey, FeatureWriter, compare_features
 from train.logprob_files import CARD, SCHEMA, DumpWriter, SampleLogprobs
 from train.logprob_read import read_dump
-from train.logprob_report import agreement_lines, histogram_svg
+from train.logprob_report import LETTER, TOP, WIDTH, _legend, agreement_lines, histogram_svg
 
 ROW = {"id": "a", "source": "s", "index": 1, "token": 7, "logprob": -1.0, "modality": "text", "media": "text"}
 
@@ -302,6 +305,28 @@ def test_the_histogram(tmp_path: Path) -> None:
     assert "text, mean 0.58" in picture and "video, mean 0" in picture
     same = compared(tmp_path / "a.parquet", tmp_path / "a.parquet")
     assert histogram_svg(same).count("<path") == 2  # all are equal
+
+
+def test_the_histogram_has_round_axes_and_room_for_its_legend(tmp_path: Path) -> None:
+    found = compared(write(tmp_path / "a.parquet", FIRST), write(tmp_path / "b.parquet", SECOND))
+    root = ElementTree.fromstring(histogram_svg(found))
+    name = "{http://www.w3.org/2000/svg}"
+    texts = [(element.text or "", element) for element in root.iter(f"{name}text")]
+    ticks = [text for text, _ in texts if text.endswith("%")]
+    assert ticks == ["0%", "20%", "40%", "60%", "80%", "100%"]
+    assert "|d|, nats" in [text for text, _ in texts]
+    (video,) = [path for path in root.iter(f"{name}path")][1:]  # every token is equal: the bar at 0 is full
+    (zero,) = [element for text, element in texts if text == "0"]
+    first = [float(x) for x in re.findall(r"[ML]([\d.]+) ", video.attrib["d"])][:4]
+    assert (first[0] + first[2]) / 2 == pytest.approx(float(zero.attrib["x"]), abs=0.1)
+    assert f" {TOP}.0 " in video.attrib["d"]
+    legend, height = _legend([f"{kind}, mean 1.2e-07" for kind in ("text", "audio", "video", "image", "other")])
+    found_texts = re.findall(r'<text x="([\d.]+)" y="(\d+)">(.*?)<', "".join(legend))
+    places = [(float(x), int(y), text) for x, y, text in found_texts]
+    assert len(places) == 5 and max(y for _, y, _ in places) < height
+    for (x, y, text), (after, row, _) in pairwise(places):
+        assert row > y or x + LETTER * len(text) < after
+    assert all(x + LETTER * len(text) <= WIDTH for x, _, text in places)
 
 
 @pytest.mark.parametrize("error", [ConfigError, SchemaError, VerificationError, UnsafeInputError])

@@ -342,7 +342,7 @@ def test_what_transformers_cannot_be_asked_for(made: Made, tmp_path: Path) -> No
         (
             model.model_copy(update={"model_path": None, "config_path": str(made.omni)}),
             ConfigError,
-            "needs model.model_",
+            r"needs model\.model_path.*hf/step_N model\.config_path=null train\.checkpoint\.load_path=null",
         ),
         (model.model_copy(update={"config_path": str(made.omni)}), ConfigError, "leave model.config_path out"),
         (check_config(lora, type(model)), UnsupportedError, "merge-lora"),

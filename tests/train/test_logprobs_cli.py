@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,7 +18,9 @@ from tests.train import pseudo
 from tests.train.logprob_cases import dump_config, dumped, write_rows
 from train.config import OmniConfig
 from train.data.labelling import TOKEN_CHOICES
+from train.logprobs import DumpOptions
 from train.logprobs_cli import TOKENS
+from train.logprobs_hub import HubLogprobRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +61,7 @@ def test_two_ranks_dump_and_agree(made: Made, tmp_path: Path, capfd: pytest.Capt
         env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert "of 5 rows, 5 are usable" in ended.stderr and "2 sequence slices" in ended.stderr
+    assert "of 5 usable rows (5 in all)" in ended.stderr and "2 sequence slices" in ended.stderr
     card = json.loads((out / "dump.json").read_text())
     assert card["samples"] == 5 and card["degrees"]["ulysses"] == 2 and card["tokens"] == "all"
     assert f"{out}: {card['token_count']} tokens of 5 samples in 1 files" in ended.stdout
@@ -115,3 +118,12 @@ def test_features_that_are_not_there(made: Made, tmp_path: Path, capfd: pytest.C
     code, _, said = run(capfd, "compare-logprobs", bare, made.reference, "--feature-tolerance", "1")
     assert code == 2 and "not both dumps have features" in said
     assert run(capfd, "compare-logprobs", bare, made.reference)[0] == 0
+
+
+def test_the_export_of_a_checkpoint_is_named(made: Made, tmp_path: Path) -> None:
+    """In the error of a reference that would take a checkpoint, where there is an export."""
+    run = HubLogprobRun(made.config, DumpOptions(tmp_path / "hub"))
+    run.checkpointer = SimpleNamespace(output_dir=tmp_path)  # type: ignore[assignment]
+    assert run._export(tmp_path / "step_3") == "EXPORT"
+    (tmp_path / "hf" / "step_3").mkdir(parents=True)
+    assert run._export(tmp_path / "step_3") == str(tmp_path / "hf" / "step_3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schemas.errors import ConfigError, ResumableError
+from schemas.errors import ConfigError, IncompleteSourceError, OmniloomError, ResumableError
 from tests import dist as processes
 from tests.train.tiny import omni_config, write_data
+from train import evaluation
 from train.callbacks.base import Callback
+from train.data.prepare import open_data
 from train.step import StepResult
 from train.trainer import BaseTrainer, VLMTrainer, make_trainer
+from train.validate import validate_config
 
 STEPS = 6
 STOP_AFTER = 3
@@ -74,7 +79,7 @@ def test_an_interrupted_training_goes_on_bit_by_bit(tmp_path: Path, sources: lis
     config = omni_config(tmp_path / "parts", sources, **keys)
     with pytest.raises(ResumableError, match=f"after step {STOP_AFTER}"):
         make_trainer(config, callbacks=[first]).train()
-    assert first.calls[-2:] == [f"save step_{STOP_AFTER}", "ResumableError"]
+    assert first.calls[-2:] == [f"save step_{STOP_AFTER}", "StoppedError"]
     again = make_trainer(config, callbacks=[second])
     end = again.train()
     assert first.losses + second.losses == whole.losses
@@ -138,6 +143,61 @@ def test_rates_of_modules_and_evaluation(tmp_path: Path, sources: list[dict[str,
         assert metrics.keys() == {"loss", "loss/clips", "loss/text"}
         assert min(metrics.values()) < metrics["loss"] < max(metrics.values())
     assert trainer.state.best_loss == min(metrics["loss"] for metrics in watch.evaluated)
+
+
+def test_a_training_that_has_ended_says_so_and_is_not_evaluated_again(
+    tmp_path: Path, sources: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys: dict[str, Any] = {"max_steps": 2, "evaluation": {"sources": sources[1:], "max_batches": 1}}
+    first, again = Watch(), Watch()
+    make_trainer(omni_config(tmp_path, sources, **keys), callbacks=[first]).train()
+    lines = (tmp_path / "output/metrics.jsonl").read_text().splitlines()
+    assert len(first.evaluated) == 1  # at the end, although evaluation.steps is 0
+    with caplog.at_level(logging.INFO, "omniloom.train"):
+        make_trainer(omni_config(tmp_path, sources, **keys), callbacks=[again]).train()
+    assert "nothing is left to train: step 2 is done and train.max_steps is 2; raise train.max_steps" in caplog.text
+    assert "going on after" not in caplog.text
+    assert again.losses == [] and again.evaluated == []
+    assert (tmp_path / "output/metrics.jsonl").read_text().splitlines() == lines
+    found = validate_config(omni_config(tmp_path, sources, **keys | {"max_steps": 1}), 1)
+    facts = [how for what, how in found.facts if what in ("goes on", "note")]
+    assert facts[0] == f"after step 2 from {tmp_path}/output/step_2"
+    assert any("nothing is left to train: step 2 is done and train.max_steps is 1" in how for how in facts)
+    assert found.faults == []
+
+
+def test_held_out_data_and_the_base_of_exports_are_checked_before_the_first_step(
+    tmp_path: Path, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = str(tmp_path / "gone.jsonl")
+    source = {"path": gone, "source_name": "openai_messages"}
+    with pytest.raises(IncompleteSourceError, match=r"gone\.jsonl does not exist"):
+        make_trainer(omni_config(tmp_path, sources, evaluation={"sources": [source]})).build()
+    checkpoint = {"output_dir": str(tmp_path / "output"), "hf_base": gone}
+    with pytest.raises(OmniloomError, match=r"train\.checkpoint\.hf_base: .* no such directory"):
+        make_trainer(omni_config(tmp_path, sources, checkpoint=checkpoint)).build()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="needs the package wandb"):
+        make_trainer(omni_config(tmp_path, sources, logging={"wandb": {"enable": True}})).build()
+
+
+def test_evaluating_plans_nothing_again(
+    tmp_path: Path, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def watched(*args: Any, **keys: Any) -> Any:
+        opened.append(1)
+        return open_data(*args, **keys)
+
+    monkeypatch.setattr(evaluation, "open_data", watched)
+    keys: dict[str, Any] = {"max_steps": 2, "evaluation": {"sources": sources[1:], "steps": 1, "max_batches": 1}}
+    trainer = make_trainer(omni_config(tmp_path, sources, **keys))
+    trainer.build()
+    assert opened == [1]
+    planned = trainer.evaluator
+    trainer.train()
+    assert opened == [1] and trainer.evaluator is planned
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,67 @@ def test_every_fault_is_told_not_only_the_first(config: OmniConfig) -> None:
     with pytest.raises(Exception, match="dp_replicate_size 3") as error:
         found.raise_faults()
     assert getattr(error.value, "exit_code", None) == ConfigError.exit_code
+
+
+def test_what_is_needed_later_is_checked(config: OmniConfig, tmp_path: Path) -> None:
+    def faults(**train: Any) -> list[str]:
+        return [str(fault) for fault in validate_config(changed(config, **train), 1).faults]
+
+    gone, clips = str(tmp_path / "gone.jsonl"), config.data.sources[0].model_dump()
+    text = config.data.sources[1].model_dump() | {"name": "other", "source_name": "foo"}
+    missing = {"path": gone, "source_name": "openai_messages"}
+    first, second = faults(evaluation={"sources": [missing, text, clips]})
+    assert first == f"train.evaluation.sources.0: data source {gone} does not exist"
+    assert second.startswith("train.evaluation.sources.1: data source other: unknown preprocessor 'foo'; known: ")
+    found = validate_config(changed(config, evaluation={"sources": [clips]}), 1)
+    assert found.faults == [] and dict(found.facts)["evaluation source clips"] == "12 rows"
+    checkpoint = config.train.checkpoint.model_dump() | {"save_hf_weights": True}
+    (said,) = faults(checkpoint=checkpoint | {"hf_base": gone})
+    assert said == f"train.checkpoint.hf_base: {gone}: no such directory"
+    assert faults(checkpoint=checkpoint | {"hf_base": gone, "save_hf_weights": False}) == []
+    (said,) = faults(checkpoint=checkpoint | {"load_path": gone})
+    assert said == f"train.checkpoint.load_path: {gone} is no directory"
+    optimizer = {"lr": 1e-3, "lr_warmup_steps": 6}
+    (said,) = faults(optimizer=optimizer)
+    assert said == "train.optimizer.lr_warmup_steps: 6 steps of a training of 5"
+    (fault,) = validate_config(changed(config, optimizer=optimizer), 1, data=False).faults
+    assert str(fault) == said
+
+
+def test_missing_packages_are_told(config: OmniConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    logging = {"tensorboard": True, "wandb": {"enable": True}}
+    first, second = [str(f) for f in validate_config(changed(config, logging=logging), 1, data=False).faults]
+    assert first.startswith("train.logging.wandb.enable: needs the package wandb")
+    assert second.startswith("train.logging.tensorboard: needs the package tensorboard")
+
+
+def test_decay_of_muon_is_told(config: OmniConfig) -> None:
+    found = validate_config(changed(config, optimizer={"type": "muon", "weight_decay": 0.1}), 1, data=False)
+    notes = [how for what, how in found.facts if what == "note"]
+    assert notes == ["weight decay: matrices of muon have muon_weight_decay 0, all other parameters weight_decay 0.1"]
+    same = {"type": "muon", "weight_decay": 0.1, "muon_weight_decay": 0.1}
+    assert "note" not in dict(validate_config(changed(config, optimizer=same), 1, data=False).facts)
+
+
+def test_a_missing_model_is_one_fault_and_the_data_are_checked(config: OmniConfig, tmp_path: Path) -> None:
+    values = config.model_dump()
+    values["model"] = {"model_path": str(tmp_path / "gone")}
+    values["data"]["sources"][0]["path"] = str(tmp_path / "no_clips")
+    first, second = [str(fault) for fault in validate_config(OmniConfig.model_validate(values), 1).faults]
+    assert first.startswith(
+        f"model.model_path: {tmp_path}/gone/config.json does not exist; to check without the weight"
+    )
+    assert second.startswith("data.sources.0: ") and f"{tmp_path}/no_clips" in second
+
+
+def test_after_a_fault_of_the_adapters_no_memory_is_told(config: OmniConfig) -> None:
+    values = config.model_dump()
+    values["model"]["lora_config"] = {"target_modules": ["nothing_of_it"]}
+    found = validate_config(OmniConfig.model_validate(values), 1, data=False)
+    assert len(found.faults) == 1 and "nothing_of_it" in str(found.faults[0])
+    assert "memory of each GPU" not in dict(found.facts)
 
 
 def test_weights_that_do_not_fit_and_data_that_are_not_there(config: OmniConfig, tmp_path: Path) -> None:

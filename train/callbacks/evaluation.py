@@ -12,20 +12,14 @@ if TYPE_CHECKING:
 
 
 class EvaluationCallback(Callback):
-    """`trainer.evaluate` does it, and tells all callbacks. A step is evaluated once."""
-
-    def __init__(self) -> None:
-        self._last: int | None = None
+    """`trainer.evaluate` does it, and tells all callbacks. A step is evaluated once, also when a training that has
+    ended is started again."""
 
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
         every = trainer.args.train.evaluation.steps
         if every and trainer.state.step % every == 0 and not trainer.should_stop:
-            self._evaluate(trainer)
+            trainer.evaluate()
 
     def on_train_end(self, trainer: BaseTrainer) -> None:
-        if trainer.args.train.evaluation.sources and self._last != trainer.state.step:
-            self._evaluate(trainer)
-
-    def _evaluate(self, trainer: BaseTrainer) -> None:
-        self._last = trainer.state.step
-        trainer.evaluate()
+        if trainer.args.train.evaluation.sources and trainer.state.evaluated_step != trainer.state.step:
+            trainer.evaluate()

@@ -104,7 +104,7 @@ class MetricsCallback(Callback):
         if not (self._first and self.config.plots) or (not force and time.monotonic() < self._next_plot):
             return
         began = time.monotonic()
-        title = f"Training in {self.output_dir.name}"
+        title = f"Training: {'/'.join(self.output_dir.absolute().parts[-2:])}"
         try:
             write_plots(self.output_dir / METRICS_FILE, self.output_dir / PLOTS_FILE, title)
         except OSError as error:

@@ -89,11 +89,13 @@ class ProgressCallback(Callback):
 
 
 def summary(metrics: Mapping[str, Any]) -> str:
-    """`loss 2.345, grad norm 1.23, 11,820 tokens/s/GPU, MFU 41.0%, data wait 1%`."""
+    """`loss 2.345, grad norm 1.23, 11,820 tokens/s/GPU, MFU 41.0%, data wait 1%`, under grpo with the reward."""
     if "loss" not in metrics:
         numbers = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         return ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
     words = [f"loss {metrics['loss']:.4f}", f"grad norm {metrics['grad_norm']:.3g}"]
+    if "grpo/reward" in metrics:
+        words.insert(0, f"reward {metrics['grpo/reward']:.4f}")
     words.append(f"{metrics['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU")
     if "mfu" in metrics:
         words.append(f"MFU {metrics['mfu']:.1%}")

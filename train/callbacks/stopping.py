@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from train.callbacks.base import Callback
@@ -11,8 +10,6 @@ from train.stopping import Stopper
 if TYPE_CHECKING:
     from train.step import StepResult
     from train.trainer import BaseTrainer
-
-log = logging.getLogger("omniloom.train")
 
 
 class StoppingCallback(Callback):
@@ -30,7 +27,7 @@ class StoppingCallback(Callback):
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
         if self.stopper.should_stop() and not trainer.should_stop:
             trainer.should_stop = True
-            log.info("%s: stopping after step %d", self.stopper.reason, trainer.state.step)
+            trainer.say(f"{self.stopper.reason}: stopping after step {trainer.state.step}")
 
     def on_train_end(self, trainer: BaseTrainer) -> None:
         self.stopper.__exit__(None, None, None)

@@ -30,7 +30,7 @@ from train.data.lengths_cache import LengthsCache, joint_fingerprint, packed_cac
 from train.data.meta_check import meta_hash
 from train.data.packed_files import INDEX_FILE, PackedIndex, read_file
 from train.data.processor import ProcessorAssets
-from train.data.response_layout import check_prompt, prompt_layout
+from train.data.response_layout import check_ids, check_prompt, prompt_layout
 from train.data.rollout_files import Rollouts
 from train.data.text_files import TextFiles
 from train.data.text_rows import TextRows
@@ -103,9 +103,11 @@ class LengthsBuilder:
     def add_responses(
         self, row: RolloutRow, turns: Sequence[Turn], counts: MediaCounts, mel: int = 0, meta: int = 0
     ) -> None:
-        """One row with recorded responses, all together; raises what `prompt_layout` and `check_prompt` raise."""
+        """One row with recorded responses, all together; raises what `prompt_layout`, `check_prompt` and `check_ids`
+        raise."""
         prompt, times = prompt_layout(turns, counts, self.assets), len(row.responses)
         check_prompt(row, prompt)
+        check_ids(row, self.assets.vocab_size)
         taken = {"video": 0, "audio": 0, "image": 0}
         for slot in prompt.slots:
             taken[slot.kind] += times * len(slot.rows)
@@ -146,10 +148,11 @@ def load_lengths(
     the user's cache folder where that cannot be written; advance: told the number of rows done since the last call;
     rollouts: rows have these responses in the place of their last answers, and one without any cannot be used.
     IncompleteSourceError for a dataset without index or rows tables, SchemaError for damaged ones, and for rollouts of
-    other prompts.
+    other prompts or tokens that the model does not have.
     """
     index = PackedIndex.read(dataset)
-    responses = [] if rollouts is None else [rollouts.fingerprint]
+    # what was counted for one vocabulary is not checked for another
+    responses = [] if rollouts is None else [rollouts.fingerprint, str(assets.vocab_size)]
     fingerprint = joint_fingerprint(LENGTHS_VERSION, index.fingerprint, assets.fingerprint, *responses)
     place = packed_cache(dataset, index.num_rows, fingerprint, cache, COLUMNS)
     parts = [(folder, sum(s.rows for s in shards)) for folder, shards in groupby(index.shards, lambda s: s.folder)]

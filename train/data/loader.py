@@ -98,21 +98,12 @@ class TrainLoader:
             "step": self.position.step,
             "plan": self.plans.digest,
             "inputs": dict(self.plans.planner.inputs),
+            "rollouts": rollouts_of(self.sources),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved position. ConfigError, naming what differs, when the plan is another one."""
-        if state.get("version") != STATE_VERSION:
-            raise ConfigError(f"data state has version {state.get('version')}; this omniloom reads {STATE_VERSION}")
-        if state["plan"] != self.plans.digest:
-            now, then = self.plans.planner.inputs, state.get("inputs", {})
-            changed = [
-                f"{k}: {then.get(k)} then, {now.get(k)} now" for k in sorted({*then, *now}) if then.get(k) != now.get(k)
-            ]
-            raise ConfigError(
-                "the data are not those of the checkpoint, so training cannot go on where it stopped: "
-                + "; ".join(changed or ["other plan hash"])
-            )
+        check_same_data(state, self.plans, self.sources)
         epoch, step = int(state["epoch"]), int(state["step"])
         if not 0 <= step <= self.plans.steps(epoch):
             raise ConfigError(f"data state: step {step} of the {self.plans.steps(epoch)} steps of epoch {epoch}")
@@ -204,6 +195,33 @@ class TrainLoader:
             **workers,
         )
         return DevicePrefetcher(_batches(loader, fetcher), self.device, self.assets, settings.device_prefetch)
+
+
+def rollouts_of(sources: Sequence[OpenSource]) -> dict[str, str]:
+    """Fingerprints of the rollouts of the sources that have some."""
+    return {source.rows.name: source.rollouts.fingerprint for source in sources if source.rollouts is not None}
+
+
+def check_same_data(state: Mapping[str, Any], plans: PlanStore, sources: Sequence[OpenSource]) -> None:
+    """ConfigError, naming what differs, when the state of a checkpoint is of another plan."""
+    if state.get("version") != STATE_VERSION:
+        raise ConfigError(f"data state has version {state.get('version')}; this omniloom reads {STATE_VERSION}")
+    if state["plan"] == plans.digest:
+        return
+    now, then = plans.planner.inputs, state.get("inputs", {})
+    recorded, before = rollouts_of(sources), state.get("rollouts", {})
+    others = {f"source {name}" for name in recorded if before.get(name, recorded[name]) != recorded[name]}
+    changed = [f"the rollouts of {name} are others" for name in sorted(others)]
+    changed += [
+        f"{key}: {then.get(key)} then, {now.get(key)} now"
+        for key in sorted({*then, *now} - others)
+        if then.get(key) != now.get(key)
+    ]
+    raise ConfigError(
+        "the data are not those of the checkpoint, so training cannot go on where it stopped: "
+        f"{'; '.join(changed or ['other plan hash'])}. To train on these, set another train.checkpoint.output_dir; to "
+        "start there from the weights of this training, set model.model_path to its export below hf/"
+    )
 
 
 class _Requests(Sampler[BatchRequest]):

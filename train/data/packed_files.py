@@ -48,7 +48,7 @@ class PackedIndex:
         where = f"{dataset.rstrip('/')}/{INDEX_FILE}"
         data = read_file(dataset, INDEX_FILE)
         if data is None:
-            raise IncompleteSourceError(f"{where} does not exist; `omniloom pack merge` makes it")
+            raise no_index(dataset)
         try:
             shards = tuple(_shard(entry, where) for entry in json.loads(data)["shards"])
         except (ValueError, KeyError, TypeError) as error:
@@ -79,6 +79,16 @@ def is_remote(dataset: str) -> bool:
 def local_path(dataset: str) -> Path:
     """The folder of a dataset that is not remote."""
     return Path(dataset.removeprefix("file://"))
+
+
+def no_index(dataset: str) -> IncompleteSourceError:
+    """The error of a dataset without index.json: it is not merged, or there is no such folder at all. Stores have no
+    folders, so nothing is said of those."""
+    if not is_remote(dataset) and not local_path(dataset).is_dir():
+        return IncompleteSourceError(
+            f"there is no folder {dataset}; a packed dataset is what `omniloom pack` wrote (pack.output)"
+        )
+    return IncompleteSourceError(f"{dataset.rstrip('/')}/{INDEX_FILE} does not exist; `omniloom pack merge` makes it")
 
 
 def read_file(dataset: str, name: str) -> bytes | None:

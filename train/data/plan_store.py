@@ -35,7 +35,7 @@ class _Counted:
 
 class PlanStore:
     """The plans of one planner. folder: None keeps them in memory only; advance: told (windows done, windows) while a
-    plan is made.
+    plan is made, until it is set to None.
 
     Numbers of steps are kept for all epochs, plans for those nearest to the epoch in training. Counting the steps of
     an epoch takes its plan once per node.
@@ -44,7 +44,7 @@ class PlanStore:
     def __init__(
         self, planner: Planner, folder: Path | None, advance: Callable[[int, int], None] | None = None
     ) -> None:
-        self.planner, self._advance = planner, advance
+        self.planner, self.advance = planner, advance
         self.digest = planner.digest()
         self._folder = None if folder is None else folder / "plans" / self.digest
         self._steps: dict[int, int] = {}
@@ -100,7 +100,7 @@ class PlanStore:
     def _made(self, epoch: int, otherwise: Callable[[], _Counted | None]) -> EpochPlan | _Counted:
         """The plan of an epoch, found or made; `otherwise` is asked first, once no other process is at work."""
         if self._folder is None:
-            return self.planner.epoch(epoch, self._advance)
+            return self.planner.epoch(epoch, self.advance)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._only_one(self._folder / ".lock"):
@@ -110,7 +110,7 @@ class PlanStore:
                 if found is not None:
                     self._keep_steps(found)
                     return found
-                plan = self.planner.epoch(epoch, self._advance)
+                plan = self.planner.epoch(epoch, self.advance)
                 self._keep_steps(plan)
                 if epoch not in self._nearest(epoch):
                     return plan
@@ -118,7 +118,7 @@ class PlanStore:
                 return self._read(self._folder / f"{epoch:06d}", epoch) or plan
         except OSError as error:
             log.warning("the plan of epoch %d is not kept (%s: %s)", epoch, self._folder, error.strerror)
-            return self.planner.epoch(epoch, self._advance)
+            return self.planner.epoch(epoch, self.advance)
 
     def _keep_steps(self, plan: EpochPlan) -> None:
         assert self._folder is not None  # the caller looked

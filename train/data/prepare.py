@@ -27,21 +27,28 @@ def open_data(
     assets: ProcessorAssets,
     show: bool = True,
     choose: Callable[[list[OpenSource]], list[OpenSource]] | None = None,
+    whose: str = "",
 ) -> tuple[list[OpenSource], PlanStore]:
-    """The sources and their plans, the first epoch's made. show: on one rank, the progress of what takes time, and the
-    `plan_notes`, through the logger omniloom.train; choose: the same sources with some of their rows left out (of 0
-    tokens). Ranks of a node wait for one another, so that each row is counted once."""
-    said = progress if show else _silent
-    with _one_at_a_time(cache_folder(data)), said("counting tokens", None, "rows") as advance:
+    """The sources and their plans; the steps of the whole training are known, the plan of its first epoch is there.
+    show: on one rank, the progress of what takes time, and the `plan_notes`, through the logger omniloom.train; choose:
+    the same sources with some of their rows left out (of 0 tokens); whose: said before all that, where these are not
+    the training data. Ranks of a node wait for one another, so that each row is counted once."""
+    said, of = progress if show else _silent, f"{whose}: " if whose else ""
+    with _one_at_a_time(cache_folder(data)), said(f"{of}counting tokens", None, "rows") as advance:
         sources = open_sources(data, assets, batch.seed, lambda _, count: advance(count))
     if choose is not None:
         sources = choose(sources)
-    with said("planning the epoch", None, "windows") as advance:
-        plans = make_plans(sources, data, batch, lambda done, of: advance(1))
+    with said(f"{of}planning", None, "windows") as advance:
+        plans = make_plans(sources, data, batch, lambda done, windows: advance(1))
+        if batch.max_steps is None:
+            plans.total_steps(batch.num_train_epochs)
         plans.steps(0)
+    plans.advance = None  # later epochs are planned while others are trained: nobody waits for them
     if show and choose is None:  # notes on rows would count those that were left out
-        for note in plan_notes(plans, sources):
-            log.info("%s", note)
+        for note in plan_notes(plans, sources, training=not whose):
+            log.info("%s%s", of, note)
+        for level, note in reward_notes(sources):
+            log.log(level, "%s%s", of, note)
     return sources, plans
 
 
@@ -77,12 +84,13 @@ def make_plans(
     return PlanStore(planner, cache_folder(data), advance)
 
 
-def plan_notes(plans: PlanStore, sources: Sequence[OpenSource]) -> list[str]:
-    """What a user should know of the plan before training: one line each."""
+def plan_notes(plans: PlanStore, sources: Sequence[OpenSource], *, training: bool = True) -> list[str]:
+    """What a user should know of the plan before it is used: one line each. training: steps have the batch size of the
+    configuration, which lanes must divide; an evaluation goes by ranks."""
     planner = plans.planner
-    notes = [planner.lanes.note] if planner.lanes.note else []
+    notes = [f"data.{planner.lanes.note}"] if training and planner.lanes.note else []
     first = plans.epoch(0)
-    if empty := int((np.diff(first.bounds) == 0).sum()):
+    if training and (empty := int((np.diff(first.bounds) == 0).sum())):
         asked = planner.budget.global_batch_size
         few = "; the data fill less than one step: lower train.global_batch_size" if first.steps == 1 else ""
         notes.append(
@@ -101,4 +109,23 @@ def plan_notes(plans: PlanStore, sources: Sequence[OpenSource]) -> list[str]:
             notes.append(f"data source {name}: {count} of {len(source.lengths)} rows cannot be used{why}")
         if count := source.lengths.without_labels:
             notes.append(f"data source {name}: {count} rows have no token to train on")
+    return notes
+
+
+def reward_notes(sources: Sequence[OpenSource]) -> list[tuple[int, str]]:
+    """(level of logging, line): how many rows have responses of equal rewards, which have no advantage; a warning when
+    a source has no others. Reads the rewards of all rollouts."""
+    notes = []
+    for source in sources:
+        if source.rollouts is None:
+            continue
+        equal, rows, name = source.rollouts.equal_rewards(), len(source.rollouts), source.rows.name
+        if rows and equal == rows:
+            said = (
+                f"data source {name}: the responses of each row have equal rewards, so that nothing is learned from it"
+            )
+            notes.append((logging.WARNING, f"{said}; see the scorer, or sample more responses to a row"))
+        elif equal:
+            share = f"{equal:,} of {rows:,} rows ({equal / rows:.0%})"
+            notes.append((logging.INFO, f"data source {name}: {share} have responses of equal rewards: no advantage"))
     return notes

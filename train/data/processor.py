@@ -46,7 +46,8 @@ class SoundSpec:
 @dataclass(frozen=True)
 class ProcessorAssets:
     """encode: text -> ids; tokens: special ids; style: of the layout; video, image, sound: of the device part, sound
-    None for a model without; fingerprint: of all that decides how many tokens a row takes."""
+    None for a model without; fingerprint: of all that decides how many tokens a row takes; vocab_size: token ids of the
+    model are under it, None where no model is known."""
 
     path: str
     encode: PlainEncoder
@@ -56,6 +57,7 @@ class ProcessorAssets:
     image: VisionSpec
     sound: SoundSpec | None
     fingerprint: str
+    vocab_size: int | None = None
 
 
 def load_assets(
@@ -66,10 +68,12 @@ def load_assets(
     system: str | None = None,
     media: tuple[MediaKind, ...] = ALL_MEDIA,
     sideband: Sideband | None = None,
+    vocab_size: int | None = None,
 ) -> ProcessorAssets:
     """The assets of a checkpoint directory (tokenizer and preprocessor files; config.json is checked when there).
 
-    media: what the model has towers for; sideband: of a pseudo Qwen3-VL, which has the layout of Qwen3-Omni.
+    media: what the model has towers for; sideband: of a pseudo Qwen3-VL, which has the layout of Qwen3-Omni;
+    vocab_size: rows of the model's embedding.
     ConfigError for a directory without a processor or with ids that disagree, UnsupportedError for another family.
     """
     from transformers import AutoProcessor  # noqa: PLC0415  # seconds to import, and loader workers never need it
@@ -115,7 +119,7 @@ def load_assets(
         sound = sound_spec(processor.feature_extractor)
     encode = PlainEncoder(processor)
     fingerprint = _fingerprint(encode, tokens, style)
-    return ProcessorAssets(str(path), encode, tokens, style, video, image, sound, fingerprint)
+    return ProcessorAssets(str(path), encode, tokens, style, video, image, sound, fingerprint, vocab_size)
 
 
 def vision_spec(processor: Any) -> VisionSpec:

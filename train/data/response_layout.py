@@ -36,6 +36,21 @@ def check_prompt(row: RolloutRow, layout: ChatLayout) -> None:
         )
 
 
+def check_ids(row: RolloutRow, vocab_size: int | None) -> None:
+    """SchemaError, naming the row, for a response with a token that the model does not have. vocab_size: None where
+    that is not known."""
+    if vocab_size is None:
+        return
+    for number, response in enumerate(row.responses):
+        ids = np.asarray(response.ids)
+        if ids.max() >= vocab_size:
+            at = int(ids.argmax())
+            raise SchemaError(
+                f"rollout {row.id}: response {number}: token {at} is {ids[at]}, and the model has {vocab_size}, from "
+                "0: the answers were drawn from a model with another vocabulary"
+            )
+
+
 def response_layout(prompt: ChatLayout, ids: Sequence[int]) -> ChatLayout:
     """The prompt with a response behind it, each of whose tokens is trained."""
     drawn = np.asarray(ids, np.int64)

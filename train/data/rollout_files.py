@@ -6,6 +6,7 @@ does both.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -158,6 +159,16 @@ class Rollouts:
         for sample_id in self._places:
             yield self[sample_id]
 
+    def equal_rewards(self) -> int:
+        """Rows whose responses all have the same reward, exactly; reads the rewards of all rows."""
+        count = 0
+        for name in self._parts:
+            reader = _open(self.folder / name)
+            for group in range(reader.num_row_groups):
+                column = reader.read_row_group(group, columns=["responses.list.element.reward"])["responses"]
+                count += sum(len({each["reward"] for each in row}) == 1 for row in column.to_pylist())
+        return count
+
     def __getitem__(self, sample_id: str) -> RolloutRow:
         """SchemaError for an id without rollout."""
         place = self._places.get(sample_id)
@@ -176,6 +187,10 @@ class Rollouts:
 def read_card(folder: Path) -> RolloutCard:
     """IncompleteSourceError when there is none: the folder is no rollouts, or the job that makes them did not end."""
     path = folder / ROLLOUTS_CARD
+    if not folder.is_dir():
+        raise IncompleteSourceError(
+            f"there is no folder {folder}; rollouts are what `omniloom rollouts run` wrote (rollouts.out)"
+        )
     if not path.is_file():
         raise IncompleteSourceError(
             f"{folder} has no {ROLLOUTS_CARD}, which is written last; let the job that makes the rollouts end"
@@ -184,7 +199,8 @@ def read_card(folder: Path) -> RolloutCard:
 
 
 def read_rollouts(folder: Path) -> Rollouts:
-    """IncompleteSourceError without a card or a part; SchemaError for a part of another size than the card says."""
+    """IncompleteSourceError without a card or a part; SchemaError for a part of other bytes than the card says. Every
+    byte of the parts is read once."""
     card = read_card(folder)
     places: dict[str, Place] = {}
     for part, name in enumerate(sorted(card.parts)):
@@ -193,6 +209,11 @@ def read_rollouts(folder: Path) -> Rollouts:
             raise IncompleteSourceError(f"{path} is missing; {ROLLOUTS_CARD} lists it")
         if path.stat().st_size != described.file.bytes:
             raise SchemaError(f"{path} has {path.stat().st_size} bytes; {ROLLOUTS_CARD} says {described.file.bytes}")
+        if (digest := _digest(path)) != described.file.xxh3_64:
+            raise SchemaError(
+                f"{path} has other bytes than when the rollouts ended, as {ROLLOUTS_CARD} says: xxh3_64 {digest}, not "
+                f"{described.file.xxh3_64}; copy the folder again, or make the rollouts again"
+            )
         reader = _open(path)
         for group in range(reader.num_row_groups):
             ids = reader.read_row_group(group, columns=["id"])["id"].to_pylist()
@@ -203,14 +224,18 @@ def read_rollouts(folder: Path) -> Rollouts:
 
 
 def _describe(path: Path, rows: Sequence[RolloutRow]) -> RolloutPart:
-    data = path.read_bytes()
     return RolloutPart(
         rows=len(rows),
         responses=sum(len(row.responses) for row in rows),
         response_tokens=sum(row.response_tokens for row in rows),
         reward_sum=float(sum(sum(row.rewards) for row in rows)),
-        file=FileEntry(bytes=len(data), xxh3_64=xxhash.xxh3_64_hexdigest(data)),
+        file=FileEntry(bytes=path.stat().st_size, xxh3_64=_digest(path)),
     )
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def _open(path: Path) -> pq.ParquetFile:

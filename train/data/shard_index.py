@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import xxhash
 
-from schemas.errors import IncompleteSourceError, SchemaError
+from schemas.errors import SchemaError
 from schemas.sample import COLUMNS
 from train.data.durable import write_durably
-from train.data.packed_files import INDEX_FILE, read_file
+from train.data.packed_files import INDEX_FILE, no_index, read_file
 
 _BLOCK = 16 << 20
 
@@ -50,7 +50,7 @@ def read_shards(dataset: str) -> list[Shard]:
     where = f"{dataset.rstrip('/')}/{INDEX_FILE}"
     data = read_file(dataset, INDEX_FILE)
     if data is None:
-        raise IncompleteSourceError(f"{where} does not exist; `omniloom pack merge` makes it")
+        raise no_index(dataset)
     try:
         return [_shard(entry, where) for entry in json.loads(data)["shards"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

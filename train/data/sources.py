@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from schemas.errors import ConfigError, SchemaError
+from schemas.errors import ConfigError, RegistryError, SchemaError
+from schemas.registry import PREPROCESSOR_REGISTRY, load_preprocessors
 from train.config import DataConfig, DataSourceConfig
 from train.data.lengths import NO_ROLLOUT, Lengths, load_lengths, load_text_lengths
 from train.data.packed_files import INDEX_FILE, PackedIndex, is_remote, local_path, read_file
@@ -48,6 +49,27 @@ def open_sources(
     check_cache_folder(cache_folder(config), [source.path for source in config.sources])
     opener = _Opener(config, assets, seed, advance)
     return [opener.text(source) if is_text(source) else opener.packed(source) for source in config.sources]
+
+
+def check_source(source: DataSourceConfig, config: DataConfig) -> None:
+    """What can be told of a source without a processor: that it is there and of its kind, its preprocessor, its
+    rollouts. Raises what `open_sources` raises."""
+    if not is_text(source):
+        PackedIndex.read(source.path)
+        if source.rollouts is not None:
+            _rollouts(source, source.rollouts)
+        return
+    _check_preprocessor(source, config)
+    scan_text(source.path, cache=cache_folder(config) / "text")
+
+
+def _check_preprocessor(source: DataSourceConfig, config: DataConfig) -> None:
+    """RegistryError: no such preprocessor, or one without such arguments."""
+    load_preprocessors(config.imports)
+    try:
+        PREPROCESSOR_REGISTRY.check_arguments(source.source_name or "", source.source_args)
+    except RegistryError as error:
+        raise RegistryError(f"data source {source.label}: {error}") from None
 
 
 def row_table(sources: Sequence[OpenSource]) -> RowTable:
@@ -105,6 +127,7 @@ class _Opener:
         return OpenSource(source, rows, lengths, index, shards=shards, rollouts=rollouts)
 
     def text(self, source: DataSourceConfig) -> OpenSource:
+        _check_preprocessor(source, self.config)
         files = scan_text(source.path, cache=cache_folder(self.config) / "text")
         text = TextRows(source.source_name or "", source.source_args, tuple(self.config.imports), self.seed)
         lengths = load_text_lengths(files, text, self.assets, cache=self._lengths_cache(), advance=self._told(source))

@@ -76,6 +76,16 @@ def parameter_groups(
     return list(groups.values())
 
 
+def decay_note(config: OptimizerConfig) -> str | None:
+    """What somebody may not expect of Muon: its matrices have a weight decay of their own."""
+    if config.type != "muon" or config.muon_weight_decay == config.weight_decay:
+        return None
+    return (
+        f"weight decay: matrices of muon have muon_weight_decay {config.muon_weight_decay:g}, all other parameters "
+        f"weight_decay {config.weight_decay:g}"
+    )
+
+
 def _rates(
     named: Mapping[str, Any], trained: Mapping[str, Any], config: OptimizerConfig, rates: Sequence[LearningRate]
 ) -> dict[str, tuple[str, float]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -47,6 +48,10 @@ class Schedule:
         return self.end + (1 - self.end) * left
 
 
+MEANING = {"style": "lr_decay_style", "warmup": "steps of warm-up", "last": "step at which decay ends"}
+MEANING |= {"start": "lr_start as a part of lr", "end": "lr_min as a part of lr"}
+
+
 class LrScheduler:
     """Sets every group's learning rate to its own base rate times the schedule's factor, so that rates of modules keep
     their proportions."""
@@ -67,9 +72,25 @@ class LrScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON."""
-        return {"steps": self.steps}
+        return {"steps": self.steps, "schedule": asdict(self.schedule)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def change_since(self, state: Mapping[str, Any]) -> str | None:
+        """What to say when a saved state was of another schedule; None for the same one, or when it is not known."""
+        if not isinstance(saved := state.get("schedule"), Mapping) or saved.keys() != MEANING.keys():
+            return None
+        steps, now, then = int(state["steps"]), asdict(self.schedule), dict(saved)
+        if now["style"] == then["style"] == "constant":  # has no decay
+            now |= {"last": then["last"], "end": then["end"]}
+        changed = [f"{said} {then[key]} then, {now[key]} now" for key, said in MEANING.items() if then[key] != now[key]]
+        if not changed:
+            return None
+        was, will = Schedule(**saved).factor(steps), self.schedule.factor(steps)
+        return (
+            f"the schedule of the learning rate is not that of the checkpoint: {'; '.join(changed)}. After step "
+            f"{steps} the rate is {will:.3g} of its highest; by the checkpoint's schedule it would be {was:.3g}"
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
         self._apply()
 

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jobs.cli import main
@@ -128,6 +129,77 @@ def test_a_row_that_cannot_be_scored_is_left_out(world, engine, tmp_path):
     done = run_job(config, engine)
     assert {row.id for row in done.left_out} == {"text0", "text1", "text2"}
     assert "has no choices to score by" in done.left_out[0].detail
+
+
+class Spoiling:
+    """An engine whose answers to one row have another log-probability."""
+
+    def __init__(self, engine, key, logprob):
+        self.engine, self.key, self.logprob, self.concurrency = engine, key, logprob, engine.concurrency
+
+    def answers(self, prompt, seed):
+        found = self.engine.answers(prompt, seed)
+        if prompt.meta.id != self.key:
+            return found
+        return [replace(found[0], logprobs=[self.logprob, *found[0].logprobs[1:]]), *found[1:]]
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), 0.5])
+def test_a_log_probability_that_is_none_leaves_its_row_out_alone(logprob, whole, world, engine, tmp_path):
+    config = rollouts_config(world, out=str(tmp_path / "out"), limit=5)
+    done = run_job(config, Spoiling(engine, "clip1", logprob))
+    assert [(row.id, row.reason) for row in done.left_out] == [("clip1", "bad_answer")]
+    assert f"logprobs[0] is {logprob}" in done.left_out[0].detail
+    assert rows_of(config) == [row for row in rows_of(whole[0])[:5] if row.id != "clip1"]
+
+
+class Wrong:
+    """A scorer that does as told for the rows of one clip, by their answer's letter."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, text, facts):
+        if facts.get("answer_text") != "green":
+            return 1.0
+        if isinstance(self.value, BaseException):
+            raise self.value
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (KeyError("letter"), "the scorer raised KeyError: 'letter'"),
+        (IndexError("of\nrange"), "the scorer raised IndexError: of range"),
+        (ValueError("no"), "ValueError"),
+        (TypeError("no"), "TypeError"),
+        (ZeroDivisionError("no"), "ZeroDivisionError"),
+        (float("nan"), "the scorer gives nan; a reward is a number, finite in float32"),
+        (1e300, "the scorer gives 1e+300"),
+        (None, "the scorer gives None"),
+        ("1.0", "the scorer gives '1.0'"),
+    ],
+)
+def test_a_scorer_that_fails_leaves_its_row_out(value, says, world, engine, assets, prompts):
+    """green is right in clip1 and not in clip0."""
+    worker = RowWorker(engine, assets, Wrong(value), rollouts_config(world))
+    found = worker.row(prompts["clip1"].sample)
+    assert (found.id, found.reason) == ("clip1", "scorer_failed")
+    assert says in found.detail
+    assert worker.row(prompts["clip0"].sample).rewards == [1.0] * 3
+
+
+@pytest.mark.parametrize("value", [True, np.float32(0.5), np.array(0.5), 2])
+def test_rewards_may_be_of_any_kind_of_number(value, world, engine, assets, prompts):
+    found = RowWorker(engine, assets, Wrong(value), rollouts_config(world)).row(prompts["clip1"].sample)
+    assert found.rewards == [float(value)] * 3
+
+
+@pytest.mark.parametrize("error", [ConfigError("the judge has no key"), EngineError("gone"), KeyboardInterrupt()])
+def test_what_no_other_row_would_mend_ends_the_job(error, world, engine, assets, prompts):
+    with pytest.raises(type(error)):
+        RowWorker(engine, assets, Wrong(error), rollouts_config(world)).row(prompts["clip1"].sample)
 
 
 def test_several_workers_make_what_one_makes(whole, world, engine, tmp_path):

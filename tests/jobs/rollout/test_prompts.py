@@ -13,6 +13,7 @@ from schemas.errors import SchemaError
 from schemas.rollouts import Response, RolloutRow
 from train.data.sample import IGNORE
 from train.data.transform import SampleTransform
+from train.models.spec import read_model
 
 
 def test_the_training_lays_out_the_same_prompt(world, assets, prompts):
@@ -55,3 +56,7 @@ def test_a_row_without_answer_is_asked_too_and_earlier_answers_stay(prompts, ass
     said = transform.packed(sample, "s")
     np.testing.assert_array_equal(longer.ids[: len(said)], said.ids)
     assert longer.turns == [*turns, turns[0]]
+
+
+def test_the_vocabulary_is_the_models(world, assets):
+    assert assets.vocab_size == read_model(world / "model").config.text_config.vocab_size

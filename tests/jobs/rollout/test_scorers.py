@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.rollout.scorers import SCORERS, ScorerRegistry, by_kind, find_scorer, said_answer
+from jobs.rollout.scorers import SCORERS, ScorerRegistry, by_kind, find_scorer
 from schemas.errors import ConfigError, RowError
 from tests.pack.preprocessors.run import preprocess
 
@@ -23,6 +23,10 @@ CHOICES = {"choices": ["motorboat", "a yacht", "Big Ben"], "answer": "B", "answe
         ("A yacht", 1),
         ("<think>It is A.</think>\n<answer>B</answer>", 1),
         ("<answer>A</answer> no, <answer>B</answer>", 1),
+        ("I will use <answer> tags. <answer>B</answer>", 1),
+        ("<answer><answer>B</answer></answer>", 1),
+        ("<ANSWER>B</ANSWER> so I said in <answer>", 1),
+        ("<answer>B</answer> no, <answer> or rather <answer>A</answer>", 0),
         ("A", 0),
         ("B. motorboat", 0),
         ("C. a yacht", 0),
@@ -39,8 +43,37 @@ def test_multiple_choice(text, reward):
 
 
 @pytest.mark.parametrize(
+    ("choices", "answer", "rewards"),
+    [
+        (["B", "A", "C"], "A", {"A": 1, "B": 0, "C": 0, "(a)": 1, "A. B": 1, "B. A": 0}),  # labels before texts
+        (["B", "A", "C"], "B", {"A": 0, "B": 1}),
+        (["red", "Red"], "A", {"red": 1, "Red": 0, "A. Red": 1, "B": 0}),
+        (["red", "red"], "B", {"red": 1, "A": 0, "B": 1}),
+        (["E. coli", "B. subtilis"], "A", {"E. coli": 1, "e. Coli": 1, "B. subtilis": 0, "A. E. coli": 1}),
+        (["caf\u00e9", "cafe"], "A", {"cafe\u0301": 1, "CAFE\u0301": 1, "cafe": 0}),
+        (["5\u00b2", "52"], "A", {"5\u00b2": 1, "52": 0}),
+    ],
+)
+def test_labels_before_texts_and_exact_texts_first(choices, answer, rewards):
+    facts = {"choices": choices, "answer": answer}
+    assert {text: SCORERS["multiple_choice"](text, facts) for text in rewards} == rewards
+
+
+@pytest.mark.parametrize(
     ("text", "wanted", "reward"),
-    [("0.5", 0.5, 1), ("50%", 0.5, 1), ("1/2", 0.5, 1), ("1,200", 1200.0, 1), ("1201", 1200.0, 0), ("many", 3.0, 0)],
+    [
+        ("0.5", 0.5, 1),
+        ("50%", 0.5, 1),
+        ("1/2", 0.5, 1),
+        ("1/2%", 0.005, 1),
+        ("1,200", 1200.0, 1),
+        ("1201", 1200.0, 0),
+        ("many", 3.0, 0),
+        ("\u22125", -5.0, 1),
+        ("\uff0d5", -5.0, 1),
+        ("5", -5.0, 0),
+        ("10\u00b2", 102.0, 0),
+    ],
 )
 def test_numerical(text, wanted, reward):
     assert SCORERS["numerical"](f"<answer>{text}</answer>", {"answer": "?", "answer_value": wanted}) == reward
@@ -76,6 +109,22 @@ def test_free_form(text, reward):
     assert SCORERS["free_form"](text, {"answer": "The cat jumps high."}) == pytest.approx(reward)
 
 
+@pytest.mark.parametrize("kind", ["exact_text", "ocr", "free_form", "numerical"])
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("cafe\u0301", "caf\u00e9"),
+        ("CAF\u00c9", "cafe\u0301"),
+        ("\uff23\uff21\uff26\u00c9", "caf\u00e9"),
+        ("\ufb01sh", "fish"),
+    ],
+)
+def test_the_same_text_in_other_forms_of_unicode(kind, said, wanted):
+    """Decomposed accents, full-width letters and ligatures."""
+    assert SCORERS[kind](said, {"answer": wanted}) == 1
+    assert SCORERS[kind]("cafe", {"answer": "caf\u00e9"}) == 0
+
+
 def test_what_packing_keeps_is_what_scorers_need():
     avqa = {"question": "Q?", "options": ["rain", "a horn"], "answer": 1, "videos": ["a.mp4"]}
     turns, facts = preprocess("avqa", avqa)
@@ -101,6 +150,26 @@ def test_rows_that_cannot_be_scored_say_what_is_missing():
         SCORERS["multiple_choice"]("A", {"answer": "A"})
 
 
+WRONG_FACTS = [
+    ({"scoring": "multiple_choice", "choices": ["x", "y"], "answer": "b"}, "answer 'b' and 2 choices"),
+    ({"scoring": "multiple_choice", "choices": ["x", "y"], "answer": "D"}, "answer 'D' and 2 choices"),
+    ({"scoring": "multiple_choice", "choices": ["x", "y"], "answer": "AB"}, "answer 'AB'"),
+    ({"scoring": "multiple_choice", "choices": ["x", "y"], "answer": ""}, "answer ''"),
+    ({"scoring": "multiple_choice", "choices": ["x", 5], "answer": "A"}, "they are texts"),
+    ({"scoring": "numerical", "answer_value": "5", "answer": "5"}, "answer_value '5'; it is a finite number"),
+    ({"scoring": "regression", "answer_value": True, "answer": "5"}, "answer_value True"),
+    ({"scoring": "regression", "answer_value": float("nan"), "answer": "5"}, "answer_value nan"),
+    ({"scoring": "numericl"}, "scoring is 'numericl', which is no scorer; did you mean 'numerical'"),
+    ({"scoring": "auto"}, "scoring is 'auto', which is no scorer"),
+]
+
+
+@pytest.mark.parametrize(("facts", "says"), WRONG_FACTS)
+def test_facts_that_nothing_can_be_scored_by(facts, says):
+    with pytest.raises(RowError, match=says):
+        by_kind("A", facts)
+
+
 def test_names():
     assert find_scorer("auto") is by_kind
     assert find_scorer("numerical") is SCORERS["numerical"]
@@ -113,4 +182,3 @@ def test_names():
     with pytest.raises(ConfigError, match="'mine' is registered already"):
         own.register("mine")
         own.register("mine")(lambda text, facts: 0.5)
-    assert said_answer("a <answer> b </answer>") == "b"

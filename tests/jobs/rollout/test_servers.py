@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import numpy as np
 import pytest
 
@@ -130,6 +135,155 @@ def test_other_ids_of_the_same_number_are_refused_too(server, world, assets, pro
     ids = prompts["text0"].ids.tolist()
     with pytest.raises(RowError, match="is not the trainer's"):
         engine.check_prompt(prompts["text0"], [*ids[:-1], ids[-1] + 1], None)
+
+
+def said_by_openai(ids, values, finish="stop", **more):
+    """What a server answers to three requests of one prompt; more: other parts of each choice."""
+
+    def post(path, body):
+        told = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": values}
+        choice = {"finish_reason": finish, "token_ids": ids, "logprobs": told, "prompt_token_ids": body["prompt"]}
+        return {"choices": [choice | more] * 3}
+
+    return post
+
+
+def said_by_sglang(ids, values, finish="stop"):
+    def post(path, body):
+        told = [[value, token, None] for value, token in zip(values, ids, strict=True)]
+        info = {
+            "finish_reason": {"type": finish},
+            "prompt_tokens": len(body["input_ids"]),
+            "output_token_logprobs": told,
+        }
+        return [{"meta_info": info}] * 3
+
+    return post
+
+
+class Told:
+    """An engine's server that says what it is told to."""
+
+    def __init__(self, post):
+        self.post = post
+
+
+END = "the end token"
+WRONG = [
+    (["x", END], [-1.0, -1.0], "stop", "gives 'x' as a token id"),
+    ([5.7, END], [-1.0, -1.0], "stop", r"gives 5\.7 as a token id"),
+    ([True, END], [-1.0, -1.0], "stop", "gives True as a token id"),
+    ([None, END], [-1.0, -1.0], "stop", "gives None as a token id"),
+    ([-5, END], [-1.0, -1.0], "stop", "gives -5 as a token id"),
+    ([2**40, END], [-1.0, -1.0], "stop", "gives 1099511627776 as a token id"),
+    (["vocabulary", END], [-1.0, -1.0], "stop", r"as a token id; the model of rollouts\.model_path has \d+, from 0"),
+    ([5, END], ["x", -1.0], "stop", "gives 'x' as a log-probability"),
+    ([5, END], [None, -1.0], "stop", "gives None as a log-probability"),
+    ([5, END], [True, -1.0], "stop", "gives True as a log-probability"),
+    ([5, END], [-(10**400), -1.0], "stop", "the answer has another form: OverflowError"),
+    ([5] * 5 + [END], [-1.0] * 6, "stop", "an answer of 6 tokens; it was asked for 5 at most"),
+    ([5, END, 5, END], [-1.0] * 4, "stop", "goes on behind the end token"),
+    ([5, END], [-1.0, -1.0], "abort", "ends an answer with 'abort'"),
+]
+
+
+@pytest.mark.parametrize("kind", ["openai", "sglang"])
+@pytest.mark.parametrize(("ids", "values", "finish", "says"), WRONG)
+def test_tokens_that_are_none(kind, ids, values, finish, says, server, world, assets, prompts):
+    known = {END: assets.tokens.im_end, "vocabulary": assets.vocab_size}
+    ids = [known.get(i, i) for i in ids]
+    engine = engine_of(server, world, assets, kind)
+    engine.http = Told((said_by_openai if kind == "openai" else said_by_sglang)(ids, values, finish))
+    with pytest.raises(EngineError, match=says):
+        engine.answers(prompts["text0"], 1)
+
+
+@pytest.mark.parametrize("kind", ["openai", "sglang"])
+def test_tokens_at_the_edge(kind, server, world, assets, prompts):
+    """The last id of the vocabulary; an end token where the longest answer ends, which SGLang calls length."""
+    end, last = assets.tokens.im_end, assets.vocab_size - 1
+    said = said_by_openai if kind == "openai" else said_by_sglang
+    engine = engine_of(server, world, assets, kind)
+    for ids, finish, found in [
+        ([last, end], "stop", "stop"),
+        ([5, 5, 5, 5, end], "length", "stop"),
+        ([5] * 5, "length", "length"),
+    ]:
+        engine.http = Told(said(ids, [-1] * len(ids), finish))
+        answers = engine.answers(prompts["text0"], 1)
+        assert [(answer.ids, answer.finish) for answer in answers] == [(ids, found)] * 3
+    engine.http = Told(said([5], [-1.0], "length"))
+    with pytest.raises(RowError, match="cuts an answer off after 1 of 5 tokens"):
+        engine.answers(prompts["text0"], 1)
+
+
+def test_names_of_other_tokens_are_refused(server, world, assets, prompts):
+    engine, end = engine_of(server, world, assets, "openai"), assets.tokens.im_end
+    told = {"tokens": ["token_id:6", f"token_id:{end}"], "token_logprobs": [-1.0, -1.0]}
+    engine.http = Told(said_by_openai([5, end], [-1.0, -1.0], logprobs=told))
+    with pytest.raises(EngineError, match=r"gives the token ids \[5, \d+\] and calls them \['token_id:6'"):
+        engine.answers(prompts["text0"], 1)
+    engine.http = Told(said_by_openai([5, end], [-1.0, -1.0], logprobs=told | {"tokens": ["a", "<end>"]}))
+    assert engine.answers(prompts["text0"], 1)[0].ids == [5, end]  # texts say nothing
+
+
+@pytest.mark.parametrize("change", [lambda i: i + 0.5, str, bool, lambda i: [i], lambda i: -i - 1, lambda i: 2**70])
+def test_a_prompt_of_no_token_ids_is_refused(change, server, world, assets, prompts):
+    ids = [change(i) for i in prompts["text0"].ids.tolist()]
+    engine = engine_of(server, world, assets, "openai")
+    for said in (ids, 5, {"a": 1}, "text"):
+        engine.http = Told(said_by_openai([assets.tokens.im_end], [-1.0], prompt_token_ids=said))
+        with pytest.raises(EngineError, match=r"the server's prompt_token_ids are .* a list of token ids"):
+            engine.answers(prompts["text0"], 1)
+
+
+@contextmanager
+def dripping(declared):
+    """The address of a server that says 200 and then a byte now and then, for 5 s at most. declared: it tells how many
+    bytes there will be; else the answer ends with the connection."""
+    done = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            if declared:
+                self.send_header("Content-Length", "100")
+            self.end_headers()
+            with suppress(OSError):  # nobody listens any more
+                self.wfile.write(b"{}")
+                for _ in range(100):
+                    self.wfile.write(b" ")
+                    if done.wait(0.05):
+                        return
+
+        def log_message(self, format, *args):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_address[1]}"
+    finally:
+        done.set()
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_timeout_is_that_of_the_whole_request(declared):
+    with dripping(declared) as url:
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"in 1 tries: TimeoutError: no whole answer in 0\.4 s"):
+            JsonServer(url, 0.4, 0).post("/generate", {})
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("said", [b"", b"<html>", b"[" * 200_000, b"\xff\xfe\xfa", b"9" * 6000])
+def test_what_is_no_json(said):
+    with pytest.raises(EngineError, match="answers with no JSON"):
+        JsonServer("http://a", 1.0, 0)._parsed("/generate", said)
 
 
 def test_a_stop_without_its_token_is_refused(server, world, assets, prompts):

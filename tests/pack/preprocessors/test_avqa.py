@@ -71,6 +71,47 @@ def test_a_choice_that_looks_like_a_label_or_number_is_found_by_its_text():
     assert preprocess("avqa", raw)[0][1] == ["assistant", ("text", "B")]
 
 
+@pytest.mark.parametrize(
+    ("options", "answer", "right"),
+    [
+        (["A. B", "B. A"], "A", ("A", "B")),  # labels before texts
+        (["A. B", "B. A"], "B. A", ("B", "A")),
+        (["B. red", "A. blue"], "A", ("A", "blue")),  # by the labels, whatever their order
+        (["B. red", "A. blue"], 0, ("B", "red")),
+        (["b) red", "a) blue"], "red", ("B", "red")),
+        (["A. B. Smith", "B. A. Jones"], "B. Smith", ("A", "B. Smith")),
+        (["red", "Red"], "Red", ("B", "Red")),  # the exact text first
+        (["red", "Red"], "B", ("B", "Red")),
+        (["C. cat", "D. dog"], "D", ("B", "D. dog")),
+        (["E. coli", "B. subtilis"], "E. coli", ("A", "E. coli")),
+        (["a.m.", "p.m."], "P.M.", ("B", "p.m.")),
+    ],
+)
+def test_labels_and_texts_that_look_alike(options, answer, right):
+    _, metadata = preprocess("avqa", {"question": "Q?", "options": options, "answer": answer, "video": "a.mp4"})
+    assert (metadata["answer"], metadata["answer_text"]) == right
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        (["red", "Red"], "RED"),
+        (["red", "red"], "red"),
+        (["A. red", "A. blue"], "A"),
+        (["C. cat", "D. dog", "A. ant"], "A"),  # the first, or the one that says so
+    ],
+)
+def test_an_answer_that_may_name_several_choices_is_refused(options, answer):
+    error = rejected("avqa", {"question": "Q?", "options": options, "answer": answer, "video": "a.mp4"})
+    assert error.reason == "bad_row"
+    assert re.search(f"answer '{answer}' may name \\d and \\d of the {len(options)} choices", error.detail)
+
+
+def test_a_digit_that_is_no_number_names_no_choice():
+    error = rejected("avqa", {**AVQA, "answer": "\u00b2"})
+    assert "names none of the 4 choices" in error.detail
+
+
 def test_avqa_shuffles_by_the_row_alone():
     rows = [{**AVQA, "id": f"row{i}"} for i in range(40)]
     first = [preprocess("avqa", row, shuffle_choices=True) for row in rows]

@@ -99,3 +99,19 @@ def test_video_r1_wrong_rows():
     assert "names none of the 4 choices" in rejected("video_r1", {**VIDEO_R1, "solution": "<answer>Z</answer>"}).detail
     assert "solution is empty" in rejected("video_r1", {**VIDEO_R1, "solution": "<answer> </answer>"}).detail
     assert "no text under solution" in rejected("video_r1", {**VIDEO_R1, "solution": ""}).detail
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("In <answer> tags: <answer>B</answer>", "B"),
+        ("<answer><answer>B</answer></answer>", "B"),
+        ("<answer>A</answer>, I mean <answer>B</answer>", "B"),
+        ("no tags", "no tags"),
+        ("<answer>left open", "<answer>left open"),
+        ("</answer> <answer> b </answer>", "b"),
+    ],
+)
+def test_video_r1_takes_the_last_pair_of_tags(solution, answer):
+    """As the scorer does."""
+    assert preprocess("video_r1", {**VIDEO_R1, "problem_type": "OCR", "solution": solution})[1]["answer"] == answer

@@ -86,6 +86,19 @@ def test_an_id_has_one_row(tmp_path):
         commit_rollouts(tmp_path, ABOUT)
 
 
+def test_a_part_of_the_same_size_with_other_rewards_is_refused(tmp_path):
+    """What a training that goes on compares is the fingerprint of the card: the parts have to be the card's."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, reward in zip(folders, (0.25, 0.75), strict=True):
+        write_rollouts(folder, [RolloutRow("id", "s", 3, "0" * 16, [Response([1], [-1.0], reward, "", "stop")])], ABOUT)
+    parts = [folder / "part-00000.parquet" for folder in folders]
+    assert parts[0].stat().st_size == parts[1].stat().st_size
+    assert read_rollouts(folders[0]).fingerprint != read_rollouts(folders[1]).fingerprint
+    parts[0].write_bytes(parts[1].read_bytes())
+    with pytest.raises(SchemaError, match="has other bytes than when"):
+        read_rollouts(folders[0])
+
+
 def test_damaged_folders_are_refused(tmp_path):
     folder = tmp_path / "r"
     write_rollouts(folder, rows(3), ABOUT, part_rows=2)
@@ -95,6 +108,13 @@ def test_damaged_folders_are_refused(tmp_path):
     data = part.read_bytes()
     part.write_bytes(data + b" ")
     with pytest.raises(SchemaError, match=rf"has {len(data) + 1} bytes; rollouts\.json says {len(data)}"):
+        read_rollouts(folder)
+    other = bytearray(data)
+    other[len(data) // 3] ^= 1
+    part.write_bytes(other)
+    with pytest.raises(
+        SchemaError, match=r"part-00001\.parquet has other bytes than when .* says: xxh3_64 [0-9a-f]{16}, "
+    ):
         read_rollouts(folder)
     part.unlink()
     with pytest.raises(IncompleteSourceError, match=r"part-00001\.parquet is missing; rollouts\.json lists it"):

@@ -18,6 +18,7 @@ from tests.train.data.loading import Setup, clip_sample, data_config, omni_asset
 from tests.train.data.packed import packed_sample
 from tests.train.grpo import prompt_ids, rollout_row
 from train.config import BatchConfig
+from train.data.lengths import Lengths, load_lengths
 from train.data.loader import TrainLoader
 from train.data.rank_plan import DataRank
 from train.data.rollout_files import read_rollouts, write_rollouts
@@ -202,13 +203,34 @@ def test_rows_without_responses_are_left_out_and_responses_without_rows_refused(
         Setup(data_config([source], tmp_path / "cache"), BatchConfig(global_batch_size=4))
 
 
+def test_tokens_that_the_model_does_not_have_are_told_while_tokens_are_counted(tmp_path: Path) -> None:
+    """The row by name, also where the lengths for a larger vocabulary are in the cache."""
+    made = samples(4)
+    rows = rows_of(made)
+    last = rows[2].responses[-1]
+    wrong = replace(last, ids=[*last.ids[:-1], 9000])
+    rows[2] = replace(rows[2], responses=[*rows[2].responses[:-1], wrong])
+    write_dataset(tmp_path / "clips", made, 4, 64 << 20)
+    write_rollouts(tmp_path / "rollouts", rows, ABOUT)
+    rollouts = read_rollouts(tmp_path / "rollouts")
+
+    def count(vocab_size: int | None) -> Lengths:
+        assets = replace(omni_assets(), vocab_size=vocab_size)
+        return load_lengths(str(tmp_path / "clips"), assets, rollouts=rollouts, cache=str(tmp_path / "cache"))
+
+    assert count(9001).total.all() and count(None).total.all()
+    said = rf"rollout clip2: response \d: token {len(last.ids) - 1} is 9000, and the model has 9000, from 0"
+    with pytest.raises(SchemaError, match=said):
+        count(9000)
+
+
 def test_rollouts_lie_in_a_folder_of_this_machine(tmp_path: Path) -> None:
     made = samples(2)
     setup_of(tmp_path, made, rows_of(made))
     source = {"path": str(tmp_path / "clips"), "rollouts": "s3://bucket/rollouts"}
     with pytest.raises(ConfigError, match="rollouts is s3://bucket/rollouts; copy them to a folder that all nodes see"):
         Setup(data_config([source], tmp_path / "cache"), BatchConfig(global_batch_size=4))
-    with pytest.raises(IncompleteSourceError, match=r"none has no rollouts\.json, which is written last"):
+    with pytest.raises(IncompleteSourceError, match=r"there is no folder .*none; rollouts are what"):
         config = data_config([source | {"rollouts": f"file://{tmp_path}/none"}], tmp_path / "cache")
         Setup(config, BatchConfig(global_batch_size=4))
 

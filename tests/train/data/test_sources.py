@@ -80,8 +80,11 @@ def test_keys_that_contradict_what_lies_there_are_refused(
 
 
 def test_a_path_without_data_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(IncompleteSourceError, match=r"index\.json does not exist"):
+    with pytest.raises(IncompleteSourceError, match=r"there is no folder .*nowhere; a packed dataset is what"):
         open_sources(config(folder, tmp_path, {"path": "nowhere"}), omni_assets(), 0)
+    (tmp_path / "raw").mkdir()
+    with pytest.raises(IncompleteSourceError, match=r"raw/index\.json does not exist; `omniloom pack merge` makes it"):
+        open_sources(config(folder, tmp_path, {"path": str(tmp_path / "raw")}), omni_assets(), 0)
 
 
 def test_the_cache_is_the_configured_folder_or_the_user_s(

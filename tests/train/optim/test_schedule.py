@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -67,6 +68,26 @@ def test_groups_keep_their_proportions_also_after_a_resume() -> None:
         assert found["vit"] == pytest.approx(found["default"] / 10, rel=1e-12)
     resumed = make()
     resumed.load_state_dict({"steps": 6})
-    assert resumed.rates() == seen[6] and resumed.state_dict() == {"steps": 6}
+    assert resumed.rates() == seen[6] and resumed.state_dict()["steps"] == 6
     resumed.step()
     assert resumed.rates() == seen[7]
+
+
+def test_another_schedule_than_the_saved_one_is_told() -> None:
+    def make(total: int, **keys: Any) -> LrScheduler:
+        group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": LR, "base_lr": LR, "name": "default"}
+        return LrScheduler(torch.optim.SGD([group]), Schedule.of(OptimizerConfig(lr=LR, **keys), total))
+
+    short = make(12)
+    short.steps = 12
+    saved = json.loads(json.dumps(short.state_dict()))
+    assert make(12).change_since(saved) is None
+    said = make(20).change_since(saved)
+    assert said is not None and "step at which decay ends 12 then, 20 now" in said
+    now = 0.5 * (1 + math.cos(math.pi * 12 / 20))
+    assert f"After step 12 the rate is {now:.3g} of its highest; by the checkpoint's schedule it would be 0" in said
+    other = make(20, lr_decay_style="linear", lr_warmup_steps=2).change_since(saved) or ""
+    assert "lr_decay_style cosine then, linear now" in other and "steps of warm-up 0 then, 2 now" in other
+    steady = make(12, lr_decay_style="constant")
+    assert make(20, lr_decay_style="constant", lr_min=1e-6).change_since(steady.state_dict()) is None
+    assert make(20).change_since({"steps": 3}) is None  # of an older checkpoint
