@@ -50,10 +50,10 @@ def chart_svg(
         return BOTTOM - (min(value, top) - bottom) / (top - bottom) * (BOTTOM - TOP)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
-    for tick in ticks:
+    for tick, said in zip(ticks, tick_labels(ticks), strict=True):
         at = f"{y(tick):.1f}"
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{label(tick)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{said}</text>')
     for step in step_ticks(first, last):
         anchor = "end" if x(step) > RIGHT - 20 else "middle"
         parts.append(f'<text x="{x(step):.1f}" y="{BOTTOM + 17}" text-anchor="{anchor}">{step:,}</text>')
@@ -121,15 +121,24 @@ def step_ticks(first: int, last: int) -> list[int]:
     return found or [first]
 
 
-def label(value: float) -> str:
-    """`0.0123`, `1.2k`, `3.4M`, `1e-05`."""
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """With as many digits as it takes to tell them apart."""
+    for digits in range(4, 17):
+        found = [label(tick, digits) for tick in ticks]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
+def label(value: float, digits: int = 4) -> str:
+    """`0.0123`, `1.2k`, `3.4M`, `1e-05`. digits: significant ones, one less of very small and large values."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-3:
-        return f"{value:.3g}"
+        return f"{value:.{digits - 1}g}"
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
-            return f"{value / (1e3 if letter == 'k' else limit):.4g}{letter}"
-    return f"{value:.4g}"
+            return f"{value / (1e3 if letter == 'k' else limit):.{digits}g}{letter}"
+    return f"{value:.{digits}g}"
 
 
 def _round_step(about: float) -> float:

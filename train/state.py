@@ -42,11 +42,14 @@ class TrainerState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainerState:
-        """IncompleteSourceError when a value is missing."""
+        """IncompleteSourceError when a value is missing; ValueError for counts that are none."""
         names = [field.name for field in fields(cls)]
         values = {"evaluated_step": None, **values}  # which older checkpoints do not have
         if missing := [name for name in names if name not in values]:
             raise IncompleteSourceError(f"trainer state: {', '.join(missing)} are missing")
+        for name in ("step", "epoch", "tokens", "samples"):
+            if type(values[name]) is not int or values[name] < 0:
+                raise ValueError(f"trainer.{name} is {values[name]!r}")
         return cls(**{name: values[name] for name in names})
 
 

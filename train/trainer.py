@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from schemas.errors import ConfigError, StoppedError
+from convert.trainer import STATE_FILE
+from schemas.errors import ConfigError, IncompleteSourceError, StoppedError
 from train.callbacks.base import Callback
 from train.callbacks.standard import standard_callbacks
 from train.config import OmniConfig
@@ -52,11 +53,18 @@ class BaseTrainer(TrainerParts):
         if self.resume_from is None:
             return
         saved = self.checkpointer.load(self.resume_from, self.model, self.optimizer)
-        self.state = TrainerState.from_json(saved["trainer"])
-        self.train_dataloader.load_state_dict(saved["data"])
-        if (change := self.lr_scheduler.change_since(saved["scheduler"])) is not None:
+        try:
+            self.state = TrainerState.from_json(saved["trainer"])
+            self.train_dataloader.load_state_dict(saved["data"])
+            change = self.lr_scheduler.change_since(saved["scheduler"])
+            self.lr_scheduler.load_state_dict(saved["scheduler"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise IncompleteSourceError(
+                f"{self.resume_from / STATE_FILE}: is not what a training wrote ({type(error).__name__}: {error}); go "
+                "on from another checkpoint (train.checkpoint.load_path)"
+            ) from error
+        if change is not None:
             self.say(change)
-        self.lr_scheduler.load_state_dict(saved["scheduler"])
         total = self.train_dataloader.total_steps()
         going_on = f"going on after step {self.state.step} from {self.resume_from}"
         self.say(finished_note(self.state.step, total, self.args.train) or going_on)

@@ -17,7 +17,7 @@ import pytest
 
 from schemas.errors import ConfigError, OmniloomError
 from tests.browser import Page, find_chromium
-from train.chart import MAX_POINTS, Curve, axis_ticks, chart_file, chart_svg, label, step_ticks, thinned
+from train.chart import MAX_POINTS, Curve, axis_ticks, chart_file, chart_svg, label, step_ticks, thinned, tick_labels
 from train.config import LoggingConfig, WandbConfig
 from train.metric_names import METRICS
 from train.metric_writers import JsonlWriter, open_writers, read_metrics
@@ -115,6 +115,14 @@ def test_steps_and_labels() -> None:
     assert [label(x) for x in (0, 0.0123, 1e-5, 1.23456, 12345, 3.4e6, -2e9)] == [
         "0", "0.0123", "1e-05", "1.235", "12.35k", "3.4M", "-2G",
     ]  # fmt: skip
+
+
+def test_labels_of_an_axis_are_told_apart() -> None:
+    assert tick_labels(axis_ticks(0.9986, 1.0003)) == ["0.9985", "0.999", "0.9995", "1", "1.0005"]
+    assert tick_labels([9.009, 9.0095, 9.01]) == ["9.009", "9.0095", "9.01"]
+    assert tick_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+    picture, _ = chart_svg([Curve("ratio", [(0, 0.9986), (1, 1.0003)])], from_zero=False)
+    assert ">1.0005</text>" in picture
 
 
 def test_long_curves_are_averaged_and_end_where_they_end() -> None:

@@ -10,8 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,7 @@ from schemas.errors import ConfigError, OmniloomError, VerificationError
 from tests.train.data.loader_driver import BATCH, EPOCHS, make_setup
 from tests.train.data.loading import Setup, data_config, keys_of, omni_assets, write_clips, write_even_mix, write_text
 from train.config import BatchConfig
-from train.data import device, prepare
+from train.data import device
 from train.data.batch import Batch
 from train.data.loader import _batches
 from train.data.prepare import open_data, plan_notes
@@ -387,22 +386,3 @@ def test_opening_says_what_a_user_should_know(tmp_path: Path, caplog: pytest.Log
     assert "data.lanes lowered from 64 to 1" in caplog.text
     assert "of 8 packed sequences of the first epoch hold padding alone" in caplog.text
     assert "the data fill less than one step: lower train.global_batch_size" in caplog.text
-
-
-def test_plans_are_told_while_somebody_waits_for_them_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-
-    @contextmanager
-    def watched(title: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-        yield lambda count: told.append(title)
-
-    monkeypatch.setattr(prepare, "progress", watched)
-    write_clips(tmp_path / "clips", 6)
-    data = data_config([{"path": str(tmp_path / "clips")}], tmp_path / "cache", lanes=1)
-    open_data(data, BatchConfig(global_batch_size=1, num_train_epochs=3), omni_assets())
-    assert told.count("planning") >= 3  # windows of every epoch of the training
-    _, plans = open_data(data, BatchConfig(global_batch_size=1, max_steps=9, seed=1), omni_assets(), whose="evaluation")
-    assert "evaluation: planning" in told
-    told.clear()
-    assert plans.epoch(1).steps > 0
-    assert told == []  # in the middle of the training
