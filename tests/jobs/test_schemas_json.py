@@ -127,7 +127,7 @@ def test_keys_of_the_entries_of_a_list():
     assert "how often each row is used" in explain("train.evaluation.sources.12.weight")
     assert "data.sources.N.rollouts" in explain("data.sources.0")
     with pytest.raises(ConfigError, match=r"did you mean 'data\.sources\.N\.weight'"):
-        explain("data.sources.0.weigth")
+        explain("data.sources.0.weighting")
     properties = json.loads(schema_text("train"))["$defs"]["DataSourceConfig"]["properties"]
     assert properties["weight"]["description"] == infos["data.sources.N.weight"].doc
 
