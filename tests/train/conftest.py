@@ -1,24 +1,12 @@
-"""What several test files share: one process group of two ranks, which goes through all that needs two; and no test
-leaves the group of one process that its training started to the next."""
+"""What several test files share: one process group of two ranks, which goes through all that needs two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch.distributed as dist
 
 from tests.dist import run
 from tests.train.checkpoint_worker import Ranks, two_ranks
 from tests.train.tiny_training import Training, checkpointer
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> Iterator[None]:
-    before = dist.is_initialized()
-    yield
-    if dist.is_initialized() and not before:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

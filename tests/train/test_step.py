@@ -102,6 +102,6 @@ def test_where_a_training_stands_survives_json() -> None:
     state.count(50, 2, epoch_ends=True)
     state.evaluated(2.5)
     assert state.to_json() == {
-        "step": 2, "epoch": 1, "tokens": 150, "samples": 5, "best_loss": 2.0, "best_step": 1,
+        "step": 2, "epoch": 1, "tokens": 150, "samples": 5, "best_loss": 2.0, "best_step": 1, "evaluated_step": 2,
     }  # fmt: skip
     assert TrainerState.from_json(state.to_json()) == state
