@@ -19,7 +19,7 @@ from train.models.foundation import FoundationModel
 from train.models.hub_model import HubModel
 from train.models.inputs import text_inputs
 from train.models.omni_thinker import OmniThinker
-from train.models.spec import SPECS, build_foundation_model, fsdp_blocks, read_model, spec_of
+from train.models.spec import SPECS, build_foundation_model, fsdp_blocks, fsdp_units, read_model, spec_of
 from train.models.text_lm import Qwen3LM
 from train.models.vl import Qwen3VL
 from train.ops.registry import eager_ops
@@ -153,3 +153,15 @@ def test_a_dense_model_of_transformers_is_loaded_by_its_own_names(tmp_path: Path
     (folder / "model.safetensors").unlink()
     with pytest.raises((ConfigError, IncompleteSourceError)):
         build_foundation_model(folder, eager_ops(), backend="transformers")
+
+
+@pytest.mark.parametrize(
+    ("name", "towers"), [("omni", ["visual", "audio_tower"]), ("vl_moe", ["model.visual"]), ("moe", [])]
+)
+def test_towers_are_gathered_whole_or_by_blocks(name: str, towers: list[str]) -> None:
+    model = _made(name)
+    blocks = [path for path, _ in fsdp_blocks(model)]
+    text = [path for path in blocks if not path.startswith(tuple(f"{tower}." for tower in towers) or ("-",))]
+    assert [path for path, _ in fsdp_units(model, whole_towers=True)] == [*towers, *text]
+    assert [path for path, _ in fsdp_units(model, whole_towers=False)] == blocks
+    assert all(module is model.get_submodule(path) for path, module in fsdp_units(model, whole_towers=True))

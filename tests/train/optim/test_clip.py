@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests import dist as processes
-from train.optim.clip import clip_gradients
+from train.optim.clip import LARGE, clip_gradients
 
 CPU = torch.device("cpu")
 
@@ -86,3 +86,16 @@ def test_several_meshes_equal_one_process() -> None:
         assert found == pytest.approx(norm, rel=1e-6)
         for got, want in zip(clipped, expected, strict=True):
             assert want.grad is not None and torch.allclose(got, want.grad, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1000, LARGE, LARGE + 3])
+def test_bfloat16_on_a_gpu_large_and_small(size: int) -> None:
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(2)).bfloat16()
+    parameter = torch.zeros_like(gradient, device="cuda", requires_grad=True)
+    parameter.grad = gradient.cuda()
+    norm = clip_gradients([parameter], 1.0, torch.device("cuda"))
+    exact = gradient.double().norm()
+    assert float(norm.cpu() / exact - 1) == pytest.approx(0, abs=1e-5)
+    wanted = (gradient.float() * (1.0 / (norm.cpu() + 1e-6))).bfloat16()
+    assert torch.equal(parameter.grad.cpu(), wanted)
