@@ -317,6 +317,13 @@ class OmniConfig(Strict):
         return self
 
     @property
+    def rows_per_rank(self) -> int:
+        """The most tokens, padding included, that a rank has in a forward pass."""
+        unit = self.train.pad_multiple
+        slices = self.train.accelerator.ulysses_size * unit
+        return -(-self.data.max_seq_len * self.train.micro_batch_size // slices) * unit
+
+    @property
     def processor_folder(self) -> str:
         """Folder of the tokenizer and preprocessor files."""
         return self.data.processor_path or self.model.audio_tower_path or self.model.model_path or ""

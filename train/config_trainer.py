@@ -56,12 +56,15 @@ class AcceleratorConfig(Strict):
     """Over which ranks what is divided: world size = dp_replicate_size x dp_shard_size x ulysses_size.
     dp_replicate_size: groups of ranks that each hold the whole model; dp_shard_size: ranks that shard it, -1 = all that
     are left; ulysses_size: ranks that share each sequence; ep_size: ranks that divide the experts among them, a
-    divisor of dp_shard_size x ulysses_size."""
+    divisor of dp_shard_size x ulysses_size; expert_dispatch: how rows reach the ranks that have their experts:
+    all_to_all sends each row to those that it chose, all_gather every row to all ranks of the ep group, without a wait
+    for the device, auto = all_gather where 2 x ep_size is at most the experts of a row."""
 
     dp_replicate_size: Positive = 1
     dp_shard_size: int = -1
     ulysses_size: Positive = 1
     ep_size: Positive = 1
+    expert_dispatch: Literal["auto", "all_to_all", "all_gather"] = "auto"
     fsdp_config: FsdpConfig = FsdpConfig()
     offload_config: OffloadConfig = OffloadConfig()
 
@@ -75,11 +78,11 @@ class AcceleratorConfig(Strict):
 
 class GradientCheckpointingConfig(Strict):
     """Memory for time. enable: blocks keep their inputs only and run again in the backward pass; keep: attention = they
-    keep the results of attention, too, which then is not computed again, inputs = nothing else; share: of the blocks
-    that do so, evenly spread; the others keep everything."""
+    keep the results of attention, too, which then is not computed again, projections = also those of the linear layers
+    around it, inputs = nothing else; share: of the blocks that do so, evenly spread; the others keep everything."""
 
     enable: bool = True
-    keep: Literal["inputs", "attention"] = "inputs"
+    keep: Literal["inputs", "attention", "projections"] = "inputs"
     share: Share = 1.0
 
 

@@ -28,15 +28,15 @@ class StepScale:
 def step_scale(batches: Sequence[Batch], mesh: Mesh) -> StepScale:
     """Of the micro-batches of this rank's step; one collective, and nothing waits for the device.
 
-    Gradients are averaged over all ranks W, so each rank's sum is scaled by W / N, N = labelled tokens of the step; the
-    auxiliary loss, which every rank computes whole, by W / micro-steps. A step without labels has loss 0.
+    Gradients are summed over all ranks, so each rank's sum is scaled by 1 / N, N = labelled tokens of the step; the
+    auxiliary loss, whose gradients of all ranks add up to the whole, by 1 / micro-steps. A step without labels has
+    loss 0.
     """
     found = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
     if mesh.params is not None:
         dist.all_reduce(found)
-    world = mesh.world_size
-    scale = (world / found.clamp(min=1).double()).float()
-    return StepScale(found, scale, world / len(batches))
+    scale = (1 / found.clamp(min=1).double()).float()
+    return StepScale(found, scale, 1 / len(batches))
 
 
 @dataclass(frozen=True, eq=False)

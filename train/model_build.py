@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.checkpoint import noop_context_fn
 
 from convert.small_files import is_carried, read_carried
 from schemas.errors import ConfigError, UnsupportedError
@@ -17,13 +16,13 @@ from train.data.route import RouteSpec
 from train.data.serving import ModelInputs
 from train.lora.plan import LoraPlan
 from train.mesh import Mesh
-from train.models.checkpointing import KEEPING_ATTENTION, CheckpointPolicy, keep_attention, set_checkpointing
+from train.models.checkpointing import KEEPING, CheckpointPolicy, keep_projections, set_checkpointing
 from train.models.foundation import FoundationModel
 from train.models.frozen_audio import add_audio_tower
 from train.models.hub_model import HubModel
 from train.models.spec import ModelSpec, build_foundation_model, fsdp_units, spec_of
 from train.ops.device import describe_device
-from train.ops.registry import Ops, bind_ops, resolve
+from train.ops.registry import OPS, Ops, bind_ops, resolve
 from train.parallel.apply import apply_parallel
 from train.parallel.fsdp import needs_wrapping
 from train.parallel.loading import fill_adapters, fill_from_hub, fill_random, give_memory
@@ -139,6 +138,11 @@ def set_gradient_checkpointing(model: AnyModel, policy: CheckpointPolicy | None)
                 "train.gradient_checkpointing.share to 1 and "
                 "train.accelerator.offload_config.enable_activation to false"
             )
+        if policy is not None and policy.context_fn is keep_projections:
+            raise UnsupportedError(
+                "a model of transformers has projections of its own, whose results cannot be kept; set "
+                "train.gradient_checkpointing.keep to attention or inputs"
+            )
         model.set_checkpointing(policy)
     else:
         set_checkpointing(model, policy)
@@ -154,13 +158,14 @@ def checkpoint_policy(config: GradientCheckpointingConfig, ops: Ops, offload: Of
                 "again; set train.gradient_checkpointing.enable to true"
             )
         return None
-    chosen = ops.attention.name
-    if config.keep == "attention" and chosen not in KEEPING_ATTENTION:
+    chosen, known = ops.attention.name, OPS["attention"]
+    keeping = [name for name in known.by_rank() if known.backends[name].recorded]
+    if config.keep != "inputs" and chosen not in keeping:
         raise ConfigError(
-            f"train.gradient_checkpointing.keep: attention, but the results of attn_implementation {chosen} cannot be "
-            f"kept; choose {', '.join(KEEPING_ATTENTION)} or keep: inputs"
+            f"train.gradient_checkpointing.keep: {config.keep}, but the results of attn_implementation {chosen} cannot "
+            f"be kept; choose {', '.join(keeping)} or keep: inputs"
         )
-    context_fn = keep_attention if config.keep == "attention" else noop_context_fn
+    context_fn = KEEPING[config.keep]
     carry = ActivationOffload(int(offload.activation_gpu_limit * 1e9)) if offload.enable_activation else None
     return CheckpointPolicy(context_fn, config.share, carry=carry)
 
@@ -181,10 +186,29 @@ def read_dtype(lora: LoraConfig | None, train: TrainConfig) -> torch.dtype:
     return master_dtype(train)
 
 
+def wrap(model: AnyModel, mesh: Mesh, train: TrainConfig, lora: LoraConfig | None, rows: int | None) -> bool:
+    """Divides the model among ranks; whether it was wrapped. rows: see `parallelize`."""
+    accelerator = train.accelerator
+    fsdp = accelerator.fsdp_config
+    if not needs_wrapping(mesh, fsdp, read_dtype(lora, train)):
+        return False
+    units = fsdp_units(model, whole_towers=fsdp.tower_units == "whole")
+    apply_parallel(model, units, mesh, fsdp, dispatch=accelerator.expert_dispatch, rows=rows)
+    return True
+
+
 def parallelize(
-    model: AnyModel, mesh: Mesh, train: TrainConfig, files: ModelFiles, *, fill: bool, lora: LoraPlan | None = None
+    model: AnyModel,
+    mesh: Mesh,
+    train: TrainConfig,
+    files: ModelFiles,
+    *,
+    fill: bool,
+    lora: LoraPlan | None = None,
+    rows: int | None = None,
 ) -> None:
-    """Wraps the model and gives it memory and values. fill: False when a checkpoint fills it, or its adapters."""
+    """Wraps the model and gives it memory and values. fill: False when a checkpoint fills it, or its adapters; rows:
+    the most of a rank in a forward pass, None = unknown."""
     fsdp, device = train.accelerator.fsdp_config, mesh.device
     memory = torch.device("cpu") if fsdp.offload else device
     if train.init_device == "cuda" and device.type != "cuda":
@@ -193,9 +217,8 @@ def parallelize(
     if whole_first:
         give_memory(model, device if train.init_device == "cuda" else torch.device("cpu"))
         _fill(model, files, train.seed, fill=fill or lora is not None, show=mesh.rank == 0)
-    if needs_wrapping(mesh, fsdp, read_dtype(None if lora is None else lora.config, train)):
-        apply_parallel(model, fsdp_units(model, whole_towers=fsdp.tower_units == "whole"), mesh, fsdp)
-    elif whole_first:
+    wrapped = wrap(model, mesh, train, None if lora is None else lora.config, rows)
+    if whole_first and not wrapped:
         model.to(device)
     if not whole_first:
         give_memory(model, memory)

@@ -241,7 +241,15 @@ class TrainerParts:
 
     def build_parallel(self) -> None:
         """Sharded parameters, with their values."""
-        parallelize(self.model, self.mesh, self.args.train, self.files, fill=self.resume_from is None, lora=self.lora)
+        parallelize(
+            self.model,
+            self.mesh,
+            self.args.train,
+            self.files,
+            fill=self.resume_from is None,
+            lora=self.lora,
+            rows=self.args.rows_per_rank,
+        )
 
     def learning_rates(self) -> list[LearningRate]:
         """Of parts of the model that have their own."""

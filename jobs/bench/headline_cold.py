@@ -139,7 +139,8 @@ class ColdTrainer(VLMTrainer):
 
     def build_parallel(self) -> None:
         began = time.perf_counter()
-        parallelize(self.model, self.mesh, self.args.train, self.files, fill=True, lora=self.lora)
+        rows = self.args.rows_per_rank
+        parallelize(self.model, self.mesh, self.args.train, self.files, fill=True, lora=self.lora, rows=rows)
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize()
         self.loading_s = time.perf_counter() - began

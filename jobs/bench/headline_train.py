@@ -21,11 +21,8 @@ from jobs.bench.headline_setup import TOP_LAYERS, Phase, Run, run_config
 from train.callbacks.base import Callback
 from train.callbacks.metrics import MetricsCallback
 from train.config import OmniConfig
-from train.model_build import read_dtype
+from train.model_build import wrap
 from train.models.initialize import initializers
-from train.models.spec import fsdp_units
-from train.parallel.apply import apply_parallel
-from train.parallel.fsdp import needs_wrapping
 from train.parallel.loading import give_memory, local_part
 from train.peak_flops import peak_flops
 from train.step import StepResult
@@ -43,11 +40,8 @@ class HeadlineTrainer(VLMTrainer):
 
     def build_parallel(self) -> None:
         train, mesh = self.args.train, self.mesh
-        fsdp = train.accelerator.fsdp_config
-        if needs_wrapping(mesh, fsdp, read_dtype(self.args.model.lora_config, train)):
-            units = fsdp_units(self.model, whole_towers=fsdp.tower_units == "whole")
-            apply_parallel(self.model, units, mesh, fsdp)
-        give_memory(self.model, torch.device("cpu") if fsdp.offload else mesh.device)
+        wrap(self.model, mesh, train, self.args.model.lora_config, self.args.rows_per_rank)
+        give_memory(self.model, torch.device("cpu") if train.accelerator.fsdp_config.offload else mesh.device)
         fill_on_device(self.model, train.seed + mesh.rank)
 
     def go_on(self, config: OmniConfig, callback: Callback) -> None:

@@ -43,7 +43,7 @@ class Experts(nn.Module):
     """All experts of a layer in two parameters: gate_up_proj [E, 2I, H], gate first; down_proj [E, H, I].
 
     compute: the bound op, of its signature; expert parallelism replaces it. lora: gives the adapters of one forward
-    pass, or None.
+    pass, or None. top_k: experts of each row.
     """
 
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
@@ -53,6 +53,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
         self.compute: Callable[..., Tensor] = ops.moe_experts
         self.lora: Callable[[], ExpertLora] | None = None
+        self.top_k: int = config.num_experts_per_tok
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """[S, H] of rows [S, H], ids int64 [S, k] and weights float32 [S, k]."""

@@ -8,26 +8,16 @@ rows that it receives, C choices of its experts by these.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
-from schemas.errors import ConfigError
-from train.config_trainer import FsdpConfig
-from train.mesh import Mesh
-from train.models.moe import Experts
 from train.ops.lora_types import ExpertLora
 from train.parallel.exchange import all_to_all, exchange_rows
-from train.parallel.fsdp import offload_policy, precision_policy
-
-NO_EXPERT = -1
+from train.parallel.expert_local import NO_EXPERT, local_lora, local_part
 
 
 class Copies(NamedTuple):
@@ -69,11 +59,12 @@ class ExpertParallel:
     ) -> Tensor:
         """[S, H]; see `train.ops.moe`."""
         plan = self.plan(expert_ids, gate_up.shape[0])
-        gate_up, down = _local(gate_up), _local(down)
+        gate_up, down = local_part(gate_up), local_part(down)
         ids = all_to_all(plan.ids, plan.send, plan.recv, self.group)  # [R, k]
         shares = exchange_rows(_spread(weights, plan.sent), plan.send, plan.recv, self.group)
         rows = exchange_rows(_spread(x, plan.sent), plan.send, plan.recv, self.group)
-        made = self._compute(rows, ids, shares, plan.choices, (gate_up, down, self._local_lora(lora, len(gate_up))))
+        experts = gate_up, down, local_lora(lora, self.rank, len(gate_up))
+        made = self._compute(rows, ids, shares, plan.choices, experts)
         return _collect(exchange_rows(made, plan.recv, plan.send, self.group), plan.sent)
 
     @torch.no_grad()
@@ -105,18 +96,6 @@ class ExpertParallel:
             chosen, chosen_shares = F.pad(chosen, padding), F.pad(chosen_shares, padding)
             chosen_ids = F.pad(chosen_ids, padding, value=NO_EXPERT)
         return _collect(self.compute(chosen, chosen_ids, chosen_shares, *experts)[:choices], each)
-
-    def _local_lora(self, lora: ExpertLora | None, experts: int) -> ExpertLora | None:
-        """The adapters of this rank's experts; those that all share stay as they are."""
-        if lora is None:
-            return None
-        first = self.rank * experts
-        changes: dict[str, Any] = {}
-        for name in (field.name for field in fields(lora) if field.name != "scale"):
-            part: Tensor = getattr(lora, name)
-            whole = not isinstance(part, DTensor) and len(part) > 1
-            changes[name] = part[first : first + experts] if whole else _local(part)
-        return replace(lora, **changes)
 
 
 class _Spread(torch.autograd.Function):
@@ -173,57 +152,3 @@ def _compact(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
     place = torch.where(chosen, chosen.cumsum(0) - 1, count)
     numbers = torch.arange(len(chosen), device=chosen.device)
     return numbers.new_empty(count + 1).scatter_(0, place, numbers)[:count], place
-
-
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves each rank its share of the experts of every layer, and sends rows to them. mesh: the `ep` dimension of the
-    experts' mesh. ConfigError: experts that cannot be divided evenly."""
-    for path, module in model.named_modules():
-        if isinstance(module, Experts):
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, _divided(parameter, mesh, f"{path}.{name}"))
-            module.compute = ExpertParallel(module.compute, mesh.get_group())
-
-
-def shard_experts(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> None:
-    """FSDP of divided experts over the ranks that hold the same ones, along the second dimension. An expert's gradient
-    is the sum over the rows of its whole group already; it is divided by all ranks, as every other gradient is.
-    ConfigError: a dimension that cannot be divided evenly."""
-    assert mesh.experts is not None, "experts are divided over a mesh"
-    ranks = mesh.degrees.ep_fsdp
-    shards = mesh.experts["ep_replicate", "ep_fsdp"] if mesh.degrees.dp_replicate > 1 else mesh.experts["ep_fsdp"]
-    for path, module in model.named_modules():
-        if not isinstance(module, Experts):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.shape[1] % ranks:
-                raise ConfigError(
-                    f"train.accelerator: {ranks} ranks hold the same experts, which does not divide dimension 1 "
-                    f"of {path}.{name} {tuple(parameter.shape)}; raise ep_size"
-                )
-        wrapped = fully_shard(
-            module,
-            mesh=shards,
-            reshard_after_forward=config.reshard_after_forward,
-            shard_placement_fn=lambda _: Shard(1),
-            mp_policy=precision_policy(config.mixed_precision),
-            offload_policy=offload_policy(config, mesh.device),
-        )
-        wrapped.set_gradient_divide_factor(float(mesh.world_size))
-        if ranks > 1:
-            # else a reduction that multiplies, which gloo lacks; with one rank torch would divide twice
-            wrapped.set_force_sum_reduction_for_comms(True)
-
-
-def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Parameter:
-    """This rank's part of [E, ...] as a DTensor of all."""
-    experts, ranks = parameter.shape[0], mesh.size()
-    if experts % ranks:
-        raise ConfigError(f"train.accelerator.ep_size {ranks} does not divide the {experts} experts of {name}")
-    local = parameter.detach().chunk(ranks)[mesh.get_local_rank()].clone()
-    divided = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-    return nn.Parameter(divided, requires_grad=parameter.requires_grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

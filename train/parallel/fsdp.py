@@ -6,7 +6,7 @@ clipping and checkpoints are the same code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -38,12 +38,28 @@ def offload_policy(config: FsdpConfig, device: torch.device) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload else OffloadPolicy()
 
 
-def apply_fsdp(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], mesh: Mesh, config: FsdpConfig) -> FSDPModule:
-    """Wraps in place; the model itself. blocks: (path, module) in the order of their forward passes, towers among them.
-    Parameters outside blocks (embedding, head) are gathered with the root and stay until its backward pass."""
+def sum_gradients(wrapped: FSDPModule) -> None:
+    """Gradients are summed over ranks, not averaged: the loss is divided by what the whole step has, see
+    `train.loss.step_scale`."""
+    wrapped.set_gradient_divide_factor(1.0)
+    # else a reduction that multiplies, which gloo lacks
+    wrapped.set_force_sum_reduction_for_comms(True)
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    mesh: Mesh,
+    config: FsdpConfig,
+    left: Collection[nn.Parameter] = (),
+) -> FSDPModule:
+    """Wraps in place; the model itself. blocks: (path, module) in the order of their forward passes, towers among them;
+    left: parameters that it leaves alone. Parameters outside blocks (embedding, head) are gathered with the root and
+    stay until its backward pass. Gradients are summed over ranks."""
     assert mesh.shards is not None, "FSDP needs process groups"
     precision = precision_policy(config.mixed_precision)
     offload = offload_policy(config, mesh.device)
+    ignored = set(left)
     for _, block in blocks:
         fully_shard(
             block,
@@ -51,10 +67,19 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], mesh: 
             reshard_after_forward=config.reshard_after_forward,
             mp_policy=precision,
             offload_policy=offload,
+            ignored_params=ignored,
         )
     root = fully_shard(
-        model, mesh=mesh.shards, reshard_after_forward=False, mp_policy=precision, offload_policy=offload
+        model,
+        mesh=mesh.shards,
+        reshard_after_forward=False,
+        mp_policy=precision,
+        offload_policy=offload,
+        ignored_params=ignored,
     )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sum_gradients(module)
     if config.forward_prefetch:
         _prefetch(blocks)
     return root

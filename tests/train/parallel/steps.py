@@ -35,6 +35,7 @@ from train.step import StepParts, StepResult, train_step
 
 LR = 0.05
 STEPS = 3
+MOST_ROWS = 640  # of a rank in a forward pass, where rows are gathered
 FP32 = {"mixed_precision": {"enable": False}}
 
 
@@ -127,7 +128,7 @@ def make_parts(
     share_router(model, mesh)
     if needs_wrapping(mesh, config.fsdp_config):
         units = fsdp_units(model, whole_towers=config.fsdp_config.tower_units == "whole")
-        apply_parallel(model, units, mesh, config.fsdp_config)
+        apply_parallel(model, units, mesh, config.fsdp_config, dispatch=config.expert_dispatch, rows=MOST_ROWS)
     give_memory(model, torch.device("cpu") if config.fsdp_config.offload else mesh.device)
     fill(model)
     schedule = OptimizerConfig(lr=LR, lr_decay_style="constant")

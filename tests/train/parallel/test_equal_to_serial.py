@@ -92,6 +92,9 @@ OPTIONS: list[dict[str, Any]] = [
         },
     },
     {"ulysses_size": 2, "fsdp_config": {**FP32, "fsdp_mode": "ddp"}},
+    {"ep_size": 4, "expert_dispatch": "all_gather"},
+    {"ulysses_size": 2, "ep_size": 2, "expert_dispatch": "all_gather"},
+    {"dp_replicate_size": 2, "ep_size": 2, "expert_dispatch": "all_gather"},
 ]
 
 

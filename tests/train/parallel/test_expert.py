@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,10 +25,13 @@ from train.ops import moe, moe_grouped_mm
 from train.ops.lora_types import ExpertLora
 from train.ops.registry import eager_ops
 from train.parallel.apply import apply_parallel
-from train.parallel.expert import Copies, ExpertParallel, _collect, _spread, apply_expert_parallel
+from train.parallel.expert import Copies, ExpertParallel, _collect, _spread
+from train.parallel.expert_apply import apply_expert_parallel, gathers
+from train.parallel.expert_gather import GatheredExperts
 
 EXPERTS, HIDDEN, INNER, CHOICES, RANK = 8, 16, 12, 3, 2
 BACKENDS = {"eager": moe.eager, "grouped_mm": moe_grouped_mm.grouped_mm}
+MOST_ROWS = 21  # of a rank, where rows are gathered
 # rows of each of four ranks; two ranks take two each; only: experts that are chosen among
 CASES: dict[str, tuple[tuple[int, ...], range]] = {
     "even": ((9, 9, 9, 9), range(EXPERTS)),
@@ -93,19 +97,19 @@ def leaves(group: Any = None) -> dict[str, Tensor]:
 
 def _ranks() -> dict[tuple[str, str, bool], dict[str, Tensor]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    group = mesh.get_group()
     found = {}
     for backend, compute in BACKENDS.items():
-        for case in CASES:
-            for adapted in (False, True):
-                rows = rows_of(case, dist.get_rank(), dist.get_world_size())
-                parallel = ExpertParallel(compute, mesh.get_group())
-                got = run(parallel, rows, leaves(mesh), adapted)
-                for name in got.keys() - {"out", "x", "weights"}:
-                    if isinstance(got[name], DTensor):
-                        got[name] = got[name].full_tensor()
-                    else:
-                        dist.all_reduce(got[name])
-                found[backend, case, adapted] = got
+        routed, gathered = ExpertParallel(compute, group), GatheredExperts(compute, group, MOST_ROWS)
+        for case, adapted, parallel in product(CASES, (False, True), (routed, gathered)):
+            rows = rows_of(case, dist.get_rank(), dist.get_world_size())
+            got = run(parallel, rows, leaves(mesh), adapted)
+            for name in got.keys() - {"out", "x", "weights"}:
+                if isinstance(got[name], DTensor):
+                    got[name] = got[name].full_tensor()
+                else:
+                    dist.all_reduce(got[name])
+            found[f"{backend} {type(parallel).__name__}", case, adapted] = got
     return found
 
 
@@ -120,8 +124,8 @@ def test_ranks_equal_one_process(ranks: int) -> None:
             assert torch.allclose(got, want.expand_as(got), rtol=1e-5, atol=1e-6), (backend, case, adapted, name)
 
 
-def _waits() -> int:
-    """How often one forward pass asks a tensor for its values on the host."""
+def _waits() -> tuple[int, int]:
+    """How often one forward pass asks a tensor for its values on the host: routed, and gathered."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     rows, weights = rows_of("even", dist.get_rank(), dist.get_world_size()), leaves(mesh)
     asked = 0
@@ -133,10 +137,41 @@ def _waits() -> int:
             asked += getattr(function, "__name__", "") in names
             return function(*args, **(kwargs or {}))
 
-    with Count():
-        parallel = ExpertParallel(lambda x, ids, shares, *_: x * shares, mesh.get_group())
-        parallel(rows["x"], rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
-    return asked
+    found = []
+    for parallel in (ExpertParallel(one_share, mesh.get_group()), GatheredExperts(one_share, mesh.get_group(), 40)):
+        asked = 0
+        with Count():
+            parallel(rows["x"], rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
+        found.append(asked)
+    return found[0], found[1]
+
+
+def one_share(x: Tensor, ids: Tensor, shares: Tensor, *_: Any) -> Tensor:
+    return x * shares[:, :1]
+
+
+def _too_many_rows() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    weights = leaves(mesh)
+    with pytest.raises(ValueError) as error:
+        parallel = GatheredExperts(one_share, mesh.get_group(), 8)
+        parallel(
+            torch.zeros(9, HIDDEN), torch.zeros(9, 2).long(), torch.zeros(9, 2), weights["gate_up"], weights["down"]
+        )
+    return str(error.value)
+
+
+def test_more_rows_than_were_agreed_on_are_refused() -> None:
+    said = processes.run(2, _too_many_rows)
+    assert all("9 rows of a rank, where experts over 2 ranks were set up for at most 8" in text for text in said)
+
+
+def test_rows_are_gathered_where_nearly_all_go_everywhere() -> None:
+    assert [gathers("auto", ranks, 8, 4096) for ranks in (2, 4, 5, 8)] == [True, True, False, False]
+    assert not gathers("auto", 2, 8, None) and not gathers("all_to_all", 2, 8, 4096)
+    assert gathers("all_gather", 8, 2, 4096)
+    with pytest.raises(ConfigError, match="expert_dispatch: all_gather needs to know the most rows"):
+        gathers("all_gather", 2, 8, None)
 
 
 def _sent() -> list[tuple[list[int], int]]:
@@ -150,8 +185,8 @@ def test_a_row_travels_once_to_each_rank() -> None:
     assert processes.run(2, _sent) == [[([2, 1], 8)], [([2, 1], 4)]]
 
 
-def test_one_wait_for_the_device_per_layer() -> None:
-    assert processes.run(2, _waits) == [1, 1]
+def test_one_wait_for_the_device_per_layer_or_none() -> None:
+    assert processes.run(2, _waits) == [(1, 0), (1, 0)]
 
 
 def _placements() -> list[tuple[Any, ...]]:
@@ -193,7 +228,7 @@ def test_experts_are_sharded_over_both_dimensions() -> None:
     found = processes.run(4, _placements)
     assert all(rank == found[0] for rank in found)
     assert found[0] == [
-        ((8, 40, 48), "(Shard(dim=1), Shard(dim=0))", (2, 40, 48)),
+        ((8, 40, 48), "(Shard(dim=0),)", (2, 40, 48)),
         ((8, 40, 48), "(Shard(dim=1), Shard(dim=0))", (4, 20, 48)),
         ((8, 40, 48), "(Replicate(), Shard(dim=1), Shard(dim=0))", (4, 40, 48)),
     ]
