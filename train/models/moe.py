@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +42,9 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """All experts of a layer in two parameters: gate_up_proj [E, 2I, H], gate first; down_proj [E, H, I].
 
-    compute: the bound op, of its signature; expert parallelism replaces it. lora: gives the adapters of one forward
-    pass, or None. top_k: experts of each row.
+    compute: the bound op, of its signature; expert parallelism replaces it, and start, which may send rows on their way
+    while the router chooses: what it makes of x is what compute takes. lora: gives the adapters of one forward pass, or
+    None. top_k: experts of each row.
     """
 
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
@@ -52,11 +53,12 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
         self.compute: Callable[..., Tensor] = ops.moe_experts
+        self.start: Callable[[Tensor], Any] = as_it_is
         self.lora: Callable[[], ExpertLora] | None = None
         self.top_k: int = config.num_experts_per_tok
 
-    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """[S, H] of rows [S, H], ids int64 [S, k] and weights float32 [S, k]."""
+    def forward(self, x: Any, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """[S, H] of what `start` made of rows [S, H], of ids int64 [S, k] and weights float32 [S, k]."""
         lora = None if self.lora is None else self.lora()
         return self.compute(x, expert_ids, weights, self.gate_up_proj, self.down_proj, lora)
 
@@ -73,9 +75,15 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor, num_valid: int) -> tuple[Tensor, Tensor, Tensor]:
         """(rows [S, H], choices float32 [E], sums of probabilities float32 [E]), the last two over the first num_valid
         rows."""
+        rows = self.experts.start(x)
         logits, ids, weights = self.gate(x)
         counts, prob_sums = self.statistics(logits, ids, num_valid)
-        return self.experts(x, ids, weights), counts, prob_sums
+        return self.experts(rows, ids, weights), counts, prob_sums
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """Rows that need not go anywhere."""
+    return x
 
 
 def is_sparse(config: PreTrainedConfig, layer: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 Counts = Sequence[int] | None
 
@@ -42,6 +42,15 @@ def exchange_rows(x: Tensor, send: Counts, recv: Counts, group: ProcessGroup) ->
     """
     received: Tensor = _AllToAll.apply(x, send, recv, group)
     return received
+
+
+def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, *, wait: bool = True) -> Work | None:
+    """out [P * n, ...] takes x [n, ...] of each of the P ranks, in their order; both contiguous. wait: False returns at
+    once what the arrival can be awaited by; x must not change until then."""
+    # its name from torch 2.12 on; the older one warns there
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    work: Work | None = gather(out, x, group=group, async_op=not wait)
+    return work
 
 
 def _listed(counts: Counts) -> list[int] | None:

@@ -28,7 +28,8 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, dispatch: str = "a
                 setattr(module, name, _divided(parameter, mesh, f"{path}.{name}"))
             if gathers(dispatch, mesh.size(), module.top_k, rows):
                 assert rows is not None
-                module.compute = GatheredExperts(module.compute, group, rows)
+                gathered = GatheredExperts(module.compute, group, rows)
+                module.compute, module.start = gathered, gathered.start
             else:
                 module.compute = ExpertParallel(module.compute, group)
 

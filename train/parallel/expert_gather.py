@@ -14,14 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from train.ops.lora_types import ExpertLora
-from train.parallel.exchange import all_to_all
+from train.parallel.exchange import all_gather, all_to_all
 from train.parallel.expert_local import NO_EXPERT, local_lora, local_part
+
+
+class Underway:
+    """Rows of all ranks on their way. every: [P * R, H], to be read after `arrival`; count: S of this rank. Neither a
+    tuple nor a dataclass: FSDP looks into these, and would make a view of what is still being written."""
+
+    def __init__(self, every: Tensor, count: int, arrival: Work | None) -> None:
+        self.every, self.count, self.arrival = every, count, arrival
 
 
 class GatheredExperts:
@@ -32,33 +39,41 @@ class GatheredExperts:
         self.compute, self.group, self.rows = compute, group, rows
         self.size, self.rank = group.size(), group.rank()
 
+    def start(self, x: Tensor) -> Underway:
+        """Sends rows [S, H] to all ranks, while this one goes on. ValueError: more than were agreed on."""
+        if len(x) > self.rows:
+            raise ValueError(
+                f"{len(x)} rows of a rank, where experts over {self.size} ranks were set up for at most {self.rows}; "
+                "write train.accelerator.expert_dispatch: all_to_all, or shorter sequences"
+            )
+        begun: list[Work | None] = []
+        every: Tensor = _GatherRows.apply(self._filled(x), self.group, begun)
+        return Underway(every, len(x), begun[0])
+
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Underway,
         expert_ids: Tensor,
         weights: Tensor,
         gate_up: Tensor,
         down: Tensor,
         lora: ExpertLora | None = None,
     ) -> Tensor:
-        """[S, H]; see `train.ops.moe`. ValueError: more rows than were agreed on."""
-        count = len(x)
-        if count > self.rows:
-            raise ValueError(
-                f"{count} rows of a rank, where experts over {self.size} ranks were set up for at most {self.rows}; "
-                "write train.accelerator.expert_dispatch: all_to_all, or shorter sequences"
-            )
+        """[S, H] of rows, or of what `start` made of them; see `train.ops.moe`."""
+        sent = self.start(x) if isinstance(x, Tensor) else x
         gate_up, down = local_part(gate_up), local_part(down)
-        missing = self.rows - count
-        if missing:
-            padding = (0, 0, 0, missing)
-            x, weights = F.pad(x, padding), F.pad(weights, padding)
-            expert_ids = F.pad(expert_ids, padding, value=NO_EXPERT)
-        every_x, every_weight, every_id = _GatherRows.apply(x, weights, expert_ids, self.group)
-        ids = self._own(every_id, len(gate_up))
-        made = self.compute(every_x, ids, every_weight, gate_up, down, local_lora(lora, self.rank, len(gate_up)))
+        every_weight: Tensor = _GatherRows.apply(self._filled(weights), self.group, None)
+        ids = self._own(gather_rows(self._filled(expert_ids, NO_EXPERT), self.group), len(gate_up))
+        if sent.arrival is not None:
+            sent.arrival.wait()  # the device, for the device
+        made = self.compute(sent.every, ids, every_weight, gate_up, down, local_lora(lora, self.rank, len(gate_up)))
         found: Tensor = _SumParts.apply(made, self.group)
-        return found[:count] if missing else found
+        return found[: sent.count] if sent.count < self.rows else found
+
+    def _filled(self, x: Tensor, value: int = 0) -> Tensor:
+        """Up to as many rows as every rank sends."""
+        missing = self.rows - len(x)
+        return F.pad(x, (0, 0, 0, missing), value=value) if missing else x
 
     def _own(self, ids: Tensor, experts: int) -> Tensor:
         """Numbers of the experts among this rank's own, `NO_EXPERT` for others."""
@@ -67,20 +82,21 @@ class GatheredExperts:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Rows, weights and ids of all ranks, in their order; gradients are summed over the ranks that made them."""
+    """Rows of all ranks, in their order; the gradient is summed over the ranks that made parts of it. begun: takes what
+    the rows' arrival can be awaited by; None = they are there when this returns."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, group: ProcessGroup
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, begun: list[Work | None] | None) -> Tensor:
         ctx.group = group
-        every_id = gather_rows(ids, group)
-        ctx.mark_non_differentiable(every_id)
-        return gather_rows(x, group), gather_rows(weights, group), every_id
+        if begun is None:
+            return gather_rows(x, group)
+        every = x.new_empty((group.size() * len(x), *x.shape[1:]))
+        begun.append(all_gather(every, x.contiguous(), group, wait=False))
+        return every
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return sum_parts(gradients[0], ctx.group), sum_parts(gradients[1], ctx.group), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return sum_parts(gradients[0], ctx.group), None, None
 
 
 class _SumParts(torch.autograd.Function):
@@ -99,7 +115,7 @@ class _SumParts(torch.autograd.Function):
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """[P * R, ...] of every rank's x [R, ...]; a collective call."""
     every = x.new_empty((group.size() * len(x), *x.shape[1:]))
-    dist.all_gather_into_tensor(every, x.contiguous(), group=group)
+    all_gather(every, x.contiguous(), group)
     return every
 
 

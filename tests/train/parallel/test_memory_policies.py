@@ -12,7 +12,7 @@ from tests import dist as processes
 from tests.train.parallel.steps import Outcome, assert_equal, make_parts, meta_model, outcome
 from tests.train.parallel.test_equal_to_serial import batches_of, degrees_of
 from train.mesh import Degrees
-from train.models.checkpointing import CheckpointPolicy, keep_attention
+from train.models.checkpointing import CheckpointPolicy, keep_attention, keep_projections
 from train.parallel.offload import ActivationOffload
 
 KIND = "mixed"
@@ -27,8 +27,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
 def policies() -> dict[str, CheckpointPolicy]:
     return {
         "attention": CheckpointPolicy(keep_attention),
+        "projections": CheckpointPolicy(keep_projections),
         "half, elsewhere": CheckpointPolicy(share=0.5, carry=ActivationOffload()),
-        "attention, elsewhere": CheckpointPolicy(keep_attention, carry=ActivationOffload(20_000)),
+        "projections, elsewhere": CheckpointPolicy(keep_projections, carry=ActivationOffload(20_000)),
     }
 
 
