@@ -9,6 +9,7 @@ bfloat16 with stochastic rounding, matrices trained by Muon. Parts, each in proc
 
   profile  one step of few layers (8) under the profiler: kernels in groups, gaps, communication
   full     full fine-tune, micro-batches of 16k tokens (documents of 4k), 1 and 8 a step
+  half     the same, 8 a step, of documents with half as much film and sound, and more words
   32k, 64k the same with longer micro-batches; --whole: of one document
   160k     one sample of 163,840 tokens, a sequence over two GPUs; inputs of blocks wait in CPU memory
   lora     adapters of experts and attention, rank 16, of the whole model on one GPU
@@ -36,7 +37,7 @@ import os
 import sys
 from pathlib import Path
 
-PARTS = ("profile", "full", "32k", "64k", "160k", "lora", "veomni", "cold")
+PARTS = ("profile", "full", "half", "32k", "64k", "160k", "lora", "veomni", "cold")
 
 
 def main() -> int:

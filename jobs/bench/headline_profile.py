@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from jobs.bench.parallel_trace import KERNELS, Communication, communication_of, length, union
 
-TOP = 25
+TOP = 70
 WIDTH = 96  # characters of a kernel's name
 # the first that fits; kernels of Triton have the names of their functions
 GROUPS: tuple[tuple[str, str], ...] = (

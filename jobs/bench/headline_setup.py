@@ -21,6 +21,7 @@ REPEATS = 200  # of each row in an epoch: few documents, but an epoch of many st
 FPS = 2.0  # pictures per second
 SAMPLE_RATE = 16000
 TOP_LAYERS = 48  # of the released model
+MOST_EP = 4  # ranks that divide the experts: with 8 of them for a row, up to so many gather rows
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class Document:
 # real sizes: the model takes 128 to 768 tokens of a picture
 DOCUMENTS = {
     "4k": Document(4096, 52, 288, 480, 256),
+    "4k half": Document(4096, 26, 288, 480, 256),
     "32k": Document(32768, 224, 480, 576, 8),
     "64k": Document(65536, 320, 544, 736, 4),
     "160k": Document(163840, 768, 544, 768, 4),
 }
 QUICK_DOCUMENTS = {
     "4k": Document(400, 4, 96, 160, 16),
+    "4k half": Document(400, 2, 96, 160, 16),
     "32k": Document(600, 4, 160, 192, 4),
     "64k": Document(800, 4, 192, 224, 4),
     "160k": Document(2048, 16, 224, 224, 4),
@@ -160,6 +163,7 @@ def run_config(run: Run, phase: Phase) -> OmniConfig:
             },
             "accelerator": {
                 "ulysses_size": run.sp,
+                "ep_size": min(run.nproc, MOST_EP),
                 "fsdp_config": {"mixed_precision": {"reduce_dtype": "bfloat16"}},
             },
             "gradient_checkpointing": {"enable": True},
