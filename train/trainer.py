@@ -11,6 +11,7 @@ import numpy as np
 
 from convert.trainer import STATE_FILE
 from schemas.errors import ConfigError, IncompleteSourceError, StoppedError
+from train.agreement import Agreement
 from train.callbacks.base import Callback
 from train.callbacks.standard import standard_callbacks
 from train.config import OmniConfig
@@ -18,6 +19,7 @@ from train.data.loader import StepBatches
 from train.model_build import ModelFiles, towers_of
 from train.models.spec import read_model
 from train.optim.groups import LearningRate, learning_rates
+from train.run_lock import RunLock
 from train.state import TrainerState, finished_note
 from train.step import StepResult, train_step
 from train.trainer_build import TrainerParts
@@ -30,6 +32,7 @@ class BaseTrainer(TrainerParts):
         super().__init__(config)
         self.callbacks: list[Callback] = []
         self.should_stop = False
+        self.run_lock: RunLock | None = None
         self._own_callbacks = list(callbacks)
 
     def add_callback(self, callback: Callback) -> None:
@@ -43,6 +46,20 @@ class BaseTrainer(TrainerParts):
         super().build()
         self.build_callbacks()
         self.restore()
+
+    def build_checkpointer(self) -> None:
+        """In a folder that no other run writes to."""
+        folder = Path(self.args.train.checkpoint.output_dir)
+        if "://" not in str(self.args.train.checkpoint.output_dir):
+            ranks = Agreement(self.mesh.rank, self.mesh.world_size, self._setup_group)
+            note = ranks.on_first(lambda: self._lock(folder))
+            if note is not None:
+                self.say(note)
+        super().build_checkpointer()
+
+    def _lock(self, folder: Path) -> str | None:
+        self.run_lock = RunLock(folder)
+        return self.run_lock.note
 
     def build_callbacks(self) -> None:
         """Those of the configuration, then the user's own."""
