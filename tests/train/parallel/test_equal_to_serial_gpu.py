@@ -26,12 +26,14 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp=2": {},
     "two replicas": {"dp_replicate_size": 2},
     "sp=2": {"ulysses_size": 2},
     "ep=2": {"ep_size": 2},
     "sp=2 ep=2": {"ulysses_size": 2, "ep_size": 2},
+    "ep=2, rows gathered": {"ep_size": 2, "expert_dispatch": "all_gather"},
+    "sp=2 ep=2, rows gathered": {"ulysses_size": 2, "ep_size": 2, "expert_dispatch": "all_gather"},
 }
 
 
@@ -63,7 +65,7 @@ ROUNDED_LOSS, NOISE = 2e-2, 1.5
 CHANCE = 0.2  # which a single row's other choice may make of them, in so small a model
 
 
-def batches_of(kind: str, layout: dict[str, int], device: torch.device) -> list[Batch]:
+def batches_of(kind: str, layout: dict[str, Any], device: torch.device) -> list[Batch]:
     moved = [b.to(device) for b in cpu_batches(kind, dist.get_rank(), degrees_of(dist.get_world_size(), layout))]
     return [replace(batch, features=make_features(batch, media.omni_assets())) for batch in moved]
 
