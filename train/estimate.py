@@ -189,9 +189,9 @@ def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
 
 
 def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int) -> int:
-    """Bytes of the text model's: of blocks that are computed again the input, and what attention made where it is
-    kept, and all of one block; of others everything; and the logits of a chunk with their gradient. Those of the towers
-    are counted as if their tokens were the text model's."""
+    """Bytes of the text model's: of blocks that are computed again the input, and what attention and its projections
+    made where it is kept, and all of one block; of others everything; and the logits of a chunk with their gradient.
+    Those of the towers are counted as if their tokens were the text model's."""
     config = model.config.get_text_config()
     row = config.hidden_size * itemsize
     rows, layers = tokens * train.micro_batch_size, config.num_hidden_layers
@@ -201,13 +201,19 @@ def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int)
     if not again.enable:
         return block * layers + 2 * LOSS_CHUNK
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = config.num_attention_heads * (head_dim * itemsize + FLOAT32) if again.keep == "attention" else 0
+    heads = config.num_attention_heads
+    pairs = 2 * (getattr(config, "num_key_value_heads", None) or heads)
+    kept = 0
+    if again.keep != "inputs":
+        kept += heads * (head_dim * itemsize + FLOAT32)  # the output, and a number of each softmax
+    if again.keep == "projections":
+        kept += ((heads + pairs) * head_dim + config.hidden_size) * itemsize
     computed = round(layers * again.share)
     offload = train.accelerator.offload_config
     inputs = rows * row * computed
     if offload.enable_activation:
         inputs = min(inputs, int(offload.activation_gpu_limit * 1e9) + OFFLOAD_WINDOW * rows * row)
-    return inputs + rows * attention * computed + block * (1 + layers - computed) + 2 * LOSS_CHUNK
+    return inputs + rows * kept * computed + block * (1 + layers - computed) + 2 * LOSS_CHUNK
 
 
 def _reduced(model: nn.Module, blocks: list[tuple[str, nn.Module]], ep: int) -> int:

@@ -1,5 +1,6 @@
 """Gradient checkpointing (Chen et al. 2016): a block keeps its inputs only and runs again in the backward pass. A
-policy says which blocks do so, what they keep after all, and where the inputs stay in the meantime."""
+policy says which blocks do so, what they keep after all (`train.ops.recorded`), and where the inputs stay in the
+meantime."""
 
 from __future__ import annotations
 
@@ -10,22 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy as Keep
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from train.ops.recorded import Recording, linear
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Run = Callable[..., Any]
-
-# attention as operations that torch's dispatcher sees
-ATTENTION_OPS = {
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "torch_attn::_varlen_attn",
-}
-KEEPING_ATTENTION = ("torch_varlen", "cudnn", "sdpa")  # backends whose results can be kept
 
 
 @dataclass(frozen=True)
@@ -49,13 +41,28 @@ class CheckpointPolicy:
 
 def keep_attention() -> ContextPair:
     """A `context_fn`: results of attention are kept, so that attention is not computed again."""
-    contexts: ContextPair = create_selective_checkpoint_contexts(_attention_alone)
-    return contexts
+    return Recording({"attention"}).contexts()
 
 
-def _attention_alone(_: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
-    name = op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
-    return Keep.MUST_SAVE if name in ATTENTION_OPS else Keep.PREFER_RECOMPUTE
+def keep_projections() -> ContextPair:
+    """A `context_fn`: results of attention and of the `Projection`s around it are kept."""
+    return Recording({"attention", "projection"}).contexts()
+
+
+# by the name that the configuration has for it
+KEEPING: dict[str, Callable[[], ContextPair]] = {
+    "inputs": noop_context_fn,
+    "attention": keep_attention,
+    "projections": keep_projections,
+}
+
+
+class Projection(nn.Linear):
+    """A linear layer beside attention, whose result a block can keep."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., out] of [..., in]."""
+        return linear(x, self.weight, self.bias)
 
 
 def run_plainly(block: Callable[..., Any], *inputs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schemas.errors import ConfigError, UnsupportedError
-from train.models.checkpointing import BlockStack
+from train.models.checkpointing import BlockStack, Projection
 from train.models.inputs import RouterStats
 from train.models.moe import SparseMLP, is_sparse
 from train.models.rope import RopeSpec, RotaryTable, head_dim_of, text_table
@@ -45,10 +45,10 @@ class Attention(nn.Module):
         self.head_dim = head_dim_of(config)
         if self.heads % self.kv_heads:
             raise ConfigError(f"num_attention_heads {self.heads} is no multiple of num_key_value_heads {self.kv_heads}")
-        self.q_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=bias)
+        self.q_proj = Projection(hidden, self.heads * self.head_dim, bias=bias)
+        self.k_proj = Projection(hidden, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = Projection(hidden, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = Projection(self.heads * self.head_dim, hidden, bias=bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, ops)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, ops)
         self.attention: Callable[..., Tensor] = ops.attention

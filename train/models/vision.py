@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schemas.errors import ConfigError, UnsupportedError
-from train.models.checkpointing import BlockStack
+from train.models.checkpointing import BlockStack, Projection
 from train.models.inputs import Grid
 from train.models.rope import RopeSpec, RotaryTable, vision_table
 from train.ops.registry import Ops
@@ -74,7 +74,7 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.heads: int = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.proj = Projection(config.hidden_size, config.hidden_size)
         self.attention: Callable[..., Tensor] = ops.attention
         self.turn: Callable[..., tuple[Tensor, Tensor]] = ops.vision_rope
 

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schemas.errors import UnsupportedError
+from train.ops.attention_fused import fused_operators
+from train.ops.recorded import recorded_attention, recording_of
 from train.ops.segments import Segments
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -71,9 +73,13 @@ def sdpa(
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         run = partial(F.scaled_dot_product_attention, queries, keys, values, scale=scale, enable_gqa=grouped)
         length = queries.shape[-2]
-        if window is None or length <= window:
-            return run(is_causal=causal)
-        return run(attn_mask=band(length, window, queries.device))
+        if window is not None and length > window:
+            return run(attn_mask=band(length, window, queries.device))
+        if recording_of("attention") is not None:
+            operators = fused_operators(queries, keys, values, causal=causal, scale=scale, grouped=grouped)
+            if operators is not None:
+                return recorded_attention(operators, queries, keys, values)
+        return run(is_causal=causal)
 
     return by_document(q, k, v, segments, attend)
 

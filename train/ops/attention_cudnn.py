@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from train.ops.attention import check_rows, without
+from train.ops.attention_fused import cudnn_operators
 from train.ops.attention_varlen import torch_varlen
+from train.ops.recorded import recorded_attention, recording_of
 from train.ops.segments import Segments
 
 LONG = 2048  # rows of a document
@@ -47,6 +49,8 @@ def cudnn(
         return torch_varlen(queries, keys, values, documents, causal=causal, scale=scale, window=window)
 
     def long(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if recording_of("attention") is not None:
+            return recorded_attention(cudnn_operators(True, scale), queries, keys, values)
         grouped = queries.shape[1] != keys.shape[1]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(

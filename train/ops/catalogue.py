@@ -26,13 +26,14 @@ class Needs:
 @dataclass(frozen=True)
 class Backend:
     """One implementation. target: "module:function"; rank: `auto` takes the lowest that is available; repeatable: gives
-    the same bits at every run."""
+    the same bits at every run; recorded: of attention, blocks that are computed again can keep its results."""
 
     name: str
     target: str
     rank: int
     needs: Needs = Needs()
     repeatable: bool = True
+    recorded: bool = False
 
     @property
     def module(self) -> str:
@@ -96,15 +97,17 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
                 25,
                 _flash("torch.nn.attention.varlen", (9, 0)),
                 repeatable=False,
+                recorded=True,
             ),
             Backend(
                 "torch_varlen",
                 "train.ops.attention_varlen:torch_varlen",
                 30,
                 _flash("torch.nn.attention.varlen", (8, 0)),
+                recorded=True,
             ),
             Backend("flex_attention", "train.ops.attention_flex:flex_attention", 40, TRITON),
-            Backend("sdpa", "train.ops.attention:sdpa", 60),
+            Backend("sdpa", "train.ops.attention:sdpa", 60, recorded=True),
             Backend("eager", "train.ops.attention:eager", 70),
         ),
     ),

@@ -15,14 +15,16 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from schemas.errors import ConfigError
 from schemas.strict import check_config
+from tests.train.lora.adapted import DENSE, adapted
 from tests.train.models import media
 from tests.train.models.families import make_ours, run_ours
 from train.config_trainer import GradientCheckpointingConfig, OffloadConfig
 from train.data.processor import ProcessorAssets
 from train.model_build import checkpoint_policy
 from train.models.audio import AudioBlock
-from train.models.checkpointing import ATTENTION_OPS, CheckpointPolicy, keep_attention, set_checkpointing
+from train.models.checkpointing import CheckpointPolicy, keep_attention, keep_projections, set_checkpointing
 from train.models.foundation import FoundationModel
+from train.models.inputs import text_inputs
 from train.models.text import TextBlock
 from train.models.vision import VisionBlock
 from train.ops.registry import Device, bind_ops, eager_ops
@@ -50,16 +52,17 @@ POLICIES: dict[str, CheckpointPolicy] = {
     "inputs": CheckpointPolicy(),
     "products": CheckpointPolicy(partial(create_selective_checkpoint_contexts, _keep_products)),
     "attention": CheckpointPolicy(keep_attention),
+    "projections": CheckpointPolicy(keep_projections),
     "half": CheckpointPolicy(share=0.5),
     "elsewhere": CheckpointPolicy(carry=ActivationOffload()),
     "some elsewhere": CheckpointPolicy(carry=ActivationOffload(30_000)),
     "attention, elsewhere, two thirds": CheckpointPolicy(keep_attention, 0.67, carry=ActivationOffload()),
+    "projections, elsewhere, two thirds": CheckpointPolicy(keep_projections, 0.67, carry=ActivationOffload()),
 }
 
 
 class Computed(TorchDispatchMode):
-    """Counts the operations that are really computed: modes of checkpointing come before it and answer from what they
-    kept."""
+    """Counts the operations that are really computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +87,8 @@ def test_gradients_are_the_same_bit_for_bit(thinker: FoundationModel, assets: Pr
 
 
 @pytest.mark.parametrize(
-    ("name", "again"), [("inputs", 8), ("attention", 8), ("elsewhere", 8), ("half", 3), ("some elsewhere", 8)]
+    ("name", "again"),
+    [("inputs", 8), ("attention", 8), ("projections", 8), ("elsewhere", 8), ("half", 3), ("some elsewhere", 8)],
 )
 def test_blocks_run_again(thinker: FoundationModel, assets: ProcessorAssets, name: str, again: int) -> None:
     inputs = media.case_of(assets, [media.everything_mix()]).inputs
@@ -104,19 +108,59 @@ def test_blocks_run_again(thinker: FoundationModel, assets: ProcessorAssets, nam
         handle.remove()
 
 
-def test_attention_is_not_computed_again(thinker: FoundationModel, assets: ProcessorAssets) -> None:
+def test_what_is_kept_is_not_computed_again(thinker: FoundationModel, assets: ProcessorAssets) -> None:
+    """Attention of 8 blocks; four projections of 3 text blocks, which have no bias, and one of 3 of the vision tower,
+    which has."""
     inputs = media.case_of(assets, [media.everything_mix()]).inputs
     found = {}
-    assert ATTENTION in ATTENTION_OPS
-    for name, policy in (("everything", None), ("inputs", POLICIES["inputs"]), ("attention", POLICIES["attention"])):
-        set_checkpointing(thinker, policy)
+    for name in ("everything", "inputs", "attention", "projections"):
+        set_checkpointing(thinker, POLICIES.get(name))
         with Computed() as computed:
             run_ours(thinker, inputs)
         found[name] = computed.counts
     set_checkpointing(thinker, None)
     once = found["everything"][ATTENTION]
-    assert once > 0 and found["inputs"][ATTENTION] == 2 * once and found["attention"][ATTENTION] == once
-    assert found["attention"]["aten::mm"] > found["everything"]["aten::mm"]  # the rest is
+    assert once > 0 and found["inputs"][ATTENTION] == 2 * once
+    assert found["attention"][ATTENTION] == found["projections"][ATTENTION] == once
+    for product, fewer in (("aten::mm", 4 * 3), ("aten::addmm", 3)):
+        assert found["attention"][product] == found["inputs"][product] > found["everything"][product]
+        assert found["projections"][product] == found["inputs"][product] - fewer
+
+
+@pytest.mark.parametrize("trained", ["text", "visual.blocks.2.mlp", "layers.1.mlp"])
+@pytest.mark.parametrize("name", ["attention", "projections"])
+def test_frozen_parts(thinker: FoundationModel, assets: ProcessorAssets, name: str, trained: str) -> None:
+    """Blocks that ask for few gradients, or for none."""
+    inputs = media.case_of(assets, [media.everything_mix()]).inputs
+    towers = ("visual", "audio_tower")
+    for path, parameter in thinker.named_parameters():
+        parameter.requires_grad_(trained in path if trained != "text" else not path.startswith(towers))
+    _, gradients = run_ours(thinker, inputs)
+    set_checkpointing(thinker, POLICIES[name])
+    _, others = run_ours(thinker, inputs)
+    set_checkpointing(thinker, None)
+    thinker.requires_grad_(True)
+    assert gradients and gradients.keys() == others.keys()
+    assert all(torch.equal(others[path], value) for path, value in gradients.items())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_adapters_around_a_kept_projection(dropout: float) -> None:
+    """The product of the base is kept, and what the adapter adds is computed again: two products for each of four
+    projections."""
+    model, _ = adapted("moe", lora_modules=DENSE, lora_dropout=dropout)
+    parts = [torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (11, 6)]
+    inputs, found = text_inputs(parts, parts), {}
+    for name in ("everything", "inputs", "projections"):
+        set_checkpointing(model.train(), POLICIES.get(name))
+        torch.manual_seed(3)
+        with Computed() as computed:
+            _, gradients = run_ours(model, inputs)
+        found[name] = gradients, computed.counts["aten::mm"]
+    wanted, _ = found["everything"]
+    for name in ("inputs", "projections"):
+        assert wanted and all(torch.equal(found[name][0][path], value) for path, value in wanted.items())
+    assert found["projections"][1] == found["inputs"][1] - 4 * 3
 
 
 def test_inputs_leave(thinker: FoundationModel, assets: ProcessorAssets) -> None:
@@ -146,20 +190,24 @@ def test_policy_of_a_configuration() -> None:
     assert policy(enable=False) is None
     assert policy() == CheckpointPolicy()
     assert policy(keep="attention", share=0.5) == CheckpointPolicy(keep_attention, 0.5)
+    assert policy(keep="projections") == CheckpointPolicy(keep_projections)
     found = policy(on)
     assert found is not None and isinstance(found.carry, ActivationOffload) and found.carry.gpu_bytes == 500_000_000
     with pytest.raises(ConfigError, match=r"enable_activation .* set train.gradient_checkpointing.enable to true"):
         policy(on, enable=False)
     names = {"attention": "eager"}
     eager = bind_ops({op.op: names.get(op.op, "eager") for op in vars(ops).values()}, Device("cpu"))
-    with pytest.raises(
-        ConfigError, match=r"keep: attention, .* eager cannot be kept; choose torch_varlen, cudnn, sdpa"
-    ):
-        checkpoint_policy(GradientCheckpointingConfig(keep="attention"), eager, off)
+    for keep in ("attention", "projections"):
+        said = rf"keep: {keep}, .* eager cannot be kept; choose cudnn, torch_varlen, sdpa or keep: inputs"
+        with pytest.raises(ConfigError, match=said):
+            checkpoint_policy(check_config({"keep": keep}, GradientCheckpointingConfig), eager, off)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["elsewhere", "some elsewhere", "attention, elsewhere, two thirds"])
+@pytest.mark.parametrize(
+    "name",
+    ["elsewhere", "some elsewhere", "attention, elsewhere, two thirds", "projections, elsewhere, two thirds"],
+)
 def test_inputs_elsewhere_on_a_gpu(name: str) -> None:
     """Large enough for copies to be late if nothing waited for them."""
     from jobs.bench.parallel_model import TINY, fill, rows_of  # noqa: PLC0415

@@ -12,8 +12,9 @@ import transformers
 from torch import Tensor
 
 from schemas.errors import UnsupportedError
+from train.model_build import set_gradient_checkpointing
 from train.models import hub_model
-from train.models.checkpointing import CheckpointPolicy
+from train.models.checkpointing import CheckpointPolicy, keep_attention, keep_projections
 from train.models.hub_model import HubModel, build_hub_model, capped_cross_entropy, check_config
 from train.models.inputs import ModelInputs, text_inputs
 from train.models.spec import build_foundation_model
@@ -172,7 +173,8 @@ def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_checkpointed_layers_give_the_same_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [CheckpointPolicy(), CheckpointPolicy(keep_attention)], ids=["inputs", "attention"])
+def test_checkpointed_layers_give_the_same_gradients(tmp_path: Path, policy: CheckpointPolicy) -> None:
     model, ids = built(tmp_path, "gemma3"), documents()
     inputs = text_inputs(ids, labelled(ids))
 
@@ -191,12 +193,14 @@ def test_checkpointed_layers_give_the_same_gradients(tmp_path: Path) -> None:
         return attention(*args, **kwargs)
 
     model.attention = counted
-    model.set_checkpointing(CheckpointPolicy())
+    model.set_checkpointing(policy)
     torch.testing.assert_close(gradients(), wanted, atol=0, rtol=0)
     assert calls == 2 * len(model.blocks)
     model.set_checkpointing(None)
     torch.testing.assert_close(gradients(), wanted, atol=0, rtol=0)
     assert calls == 3 * len(model.blocks)
+    with pytest.raises(UnsupportedError, match="projections of its own, whose results cannot be kept"):
+        set_gradient_checkpointing(model, CheckpointPolicy(keep_projections))
 
 
 def test_capped_loss_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

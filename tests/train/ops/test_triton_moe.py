@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from schemas.errors import UnsupportedError
 from tests.train.ops.triton_cases import DEVICE, DTYPES, ON_GPU, TOLERANCE, gpu, kernels_can_run, poison, relative_error
-from train.ops import moe
+from train.ops import moe, triton_moe
 from train.ops.lora_types import ExpertLora
 from train.ops.triton_moe import moe_experts
 from train.ops.triton_moe_routing import build_routing
@@ -135,6 +140,66 @@ def test_nothing_to_do(tokens: int) -> None:
     out.sum().backward()
     for t in (out, *(t.grad for t in tensors)):
         assert t is not None and t.isfinite().all() and not t.any()
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_the_down_product_is_not_computed_again(monkeypatch: pytest.MonkeyPatch, rank: int | None) -> None:
+    """Under gradient checkpointing the second run stops once the pre-activations are there; the numbers are the same
+    bit for bit."""
+    ids, weights = choose(33, 5, 3, skew=1.0, skipped=0.2)
+    tensors = [draw(33, 24, seed=7), weights, *parameters(5, 24, 40)]
+    tensors += adapters((1, 5), rank, 24, 40) if rank else []
+    runs: list[str] = []
+
+    def noted(name: str) -> None:
+        original = getattr(triton_moe, name)
+        monkeypatch.setattr(triton_moe, name, lambda *args, **kwargs: runs.append(name) or original(*args, **kwargs))
+
+    for name in ("gate_up_products", "row_products", "gather_sum", "down_backward"):
+        noted(name)
+
+    def block(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> Tensor:
+        lora = ExpertLora(*factors, scale=0.5) if factors else None
+        return x + moe_experts(x.sin(), ids, weights, gate_up, down, lora)
+
+    def results(again: bool) -> tuple[list[Tensor | None], list[str]]:
+        given = [t.detach().clone().requires_grad_() for t in tensors]
+        runs.clear()
+        out = checkpoint(block, *given, use_reentrant=False) if again else block(*given)
+        out.backward(draw(33, 24, seed=8))
+        return [out.detach(), *(t.grad for t in given)], list(runs)
+
+    (wanted, once), (found, twice) = results(again=False), results(again=True)
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    second = ["row_products", "gate_up_products"] if rank else ["gate_up_products"]  # first A x, then the products
+    first = [*second, *(["row_products"] if rank else []), "row_products", "gather_sum"]
+    assert once[: len(first)] == first
+    assert twice == first + second + once[len(first) :]
+
+
+def test_between_the_halves_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first one leaves to the second is gone with it: also where gradient checkpointing stops between them."""
+    ids, weights = choose(9, 3, 2)
+    x, gate_up, down = (t.requires_grad_() for t in (draw(9, 16, seed=7), *parameters(3, 16, 8)))
+    left: list[weakref.ref[Tensor]] = []
+    original = triton_moe.gate_up_products
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        z, h = original(*args, **kwargs)
+        left.append(weakref.ref(h))
+        return z, h
+
+    monkeypatch.setattr(triton_moe, "gate_up_products", noted)
+    gc.disable()
+    try:
+        out = moe_experts(x, ids, weights, gate_up, down)
+        assert len(left) == 1 and left[0]() is None
+        del out
+        out = checkpoint(moe_experts, x, ids, weights, gate_up, down, use_reentrant=False)
+        out.sum().backward()
+        assert len(left) == 3 and not any(h() is not None for h in left)
+    finally:
+        gc.enable()
 
 
 def test_a_second_backward_pass_is_refused() -> None:
