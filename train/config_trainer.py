@@ -79,10 +79,12 @@ class AcceleratorConfig(Strict):
 class GradientCheckpointingConfig(Strict):
     """Memory for time. enable: blocks keep their inputs only and run again in the backward pass; keep: attention = they
     keep the results of attention, too, which then is not computed again, projections = also those of the linear layers
-    around it, inputs = nothing else; share: of the blocks that do so, evenly spread; the others keep everything."""
+    around it, inputs = nothing else; keep_gb: GB of such results that each GPU keeps at most, those of later blocks are
+    computed again, null = all; share: of the blocks that run again, evenly spread; the others keep everything."""
 
     enable: bool = True
     keep: Literal["inputs", "attention", "projections"] = "inputs"
+    keep_gb: NotNegativeFloat | None = None
     share: Share = 1.0
 
 

@@ -213,7 +213,10 @@ def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int)
     inputs = rows * row * computed
     if offload.enable_activation:
         inputs = min(inputs, int(offload.activation_gpu_limit * 1e9) + OFFLOAD_WINDOW * rows * row)
-    return inputs + rows * kept * computed + block * (1 + layers - computed) + 2 * LOSS_CHUNK
+    results = rows * kept * computed
+    if again.keep_gb is not None:
+        results = min(results, int(again.keep_gb * 1e9))
+    return inputs + results + block * (1 + layers - computed) + 2 * LOSS_CHUNK
 
 
 def _reduced(model: nn.Module, blocks: list[tuple[str, nn.Module]], ep: int) -> int:

@@ -16,7 +16,7 @@ from train.data.route import RouteSpec
 from train.data.serving import ModelInputs
 from train.lora.plan import LoraPlan
 from train.mesh import Mesh
-from train.models.checkpointing import KEEPING, CheckpointPolicy, keep_projections, set_checkpointing
+from train.models.checkpointing import CheckpointPolicy, keeping, keeps_projections, set_checkpointing
 from train.models.foundation import FoundationModel
 from train.models.frozen_audio import add_audio_tower
 from train.models.hub_model import HubModel
@@ -138,7 +138,7 @@ def set_gradient_checkpointing(model: AnyModel, policy: CheckpointPolicy | None)
                 "train.gradient_checkpointing.share to 1 and "
                 "train.accelerator.offload_config.enable_activation to false"
             )
-        if policy is not None and policy.context_fn is keep_projections:
+        if policy is not None and keeps_projections(policy):
             raise UnsupportedError(
                 "a model of transformers has projections of its own, whose results cannot be kept; set "
                 "train.gradient_checkpointing.keep to attention or inputs"
@@ -159,13 +159,13 @@ def checkpoint_policy(config: GradientCheckpointingConfig, ops: Ops, offload: Of
             )
         return None
     chosen, known = ops.attention.name, OPS["attention"]
-    keeping = [name for name in known.by_rank() if known.backends[name].recorded]
-    if config.keep != "inputs" and chosen not in keeping:
+    able = [name for name in known.by_rank() if known.backends[name].recorded]
+    if config.keep != "inputs" and chosen not in able:
         raise ConfigError(
             f"train.gradient_checkpointing.keep: {config.keep}, but the results of attn_implementation {chosen} cannot "
-            f"be kept; choose {', '.join(keeping)} or keep: inputs"
+            f"be kept; choose {', '.join(able)} or keep: inputs"
         )
-    context_fn = KEEPING[config.keep]
+    context_fn = keeping(config.keep, None if config.keep_gb is None else int(config.keep_gb * 1e9))
     carry = ActivationOffload(int(offload.activation_gpu_limit * 1e9)) if offload.enable_activation else None
     return CheckpointPolicy(context_fn, config.share, carry=carry)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from train.ops.recorded import Recording, linear
+from train.ops.recorded import Kind, Recording, Room, linear
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Run = Callable[..., Any]
@@ -49,12 +49,37 @@ def keep_projections() -> ContextPair:
     return Recording({"attention", "projection"}).contexts()
 
 
+@dataclass(frozen=True)
+class KeepWithin:
+    """A `context_fn`: results of these kinds are kept as long as all that are kept take at most `limit` bytes; those of
+    later blocks are computed again."""
+
+    kinds: frozenset[Kind]
+    limit: int
+    room: Room = field(compare=False)
+
+    def __call__(self) -> ContextPair:
+        return Recording(self.kinds, self.room).contexts()
+
+
 # by the name that the configuration has for it
-KEEPING: dict[str, Callable[[], ContextPair]] = {
-    "inputs": noop_context_fn,
-    "attention": keep_attention,
-    "projections": keep_projections,
+KEEPING: dict[str, tuple[Callable[[], ContextPair], frozenset[Kind]]] = {
+    "inputs": (noop_context_fn, frozenset()),
+    "attention": (keep_attention, frozenset({"attention"})),
+    "projections": (keep_projections, frozenset({"attention", "projection"})),
 }
+
+
+def keeping(name: str, limit: int | None = None) -> Callable[[], ContextPair]:
+    """The `context_fn` of a name in the configuration. limit: bytes of what is kept; None = all of it."""
+    context_fn, kinds = KEEPING[name]
+    return context_fn if limit is None or not kinds else KeepWithin(kinds, limit, Room(limit))
+
+
+def keeps_projections(policy: CheckpointPolicy) -> bool:
+    """Whether results of linear layers are among what blocks keep."""
+    found = policy.context_fn
+    return found is keep_projections or (isinstance(found, KeepWithin) and "projection" in found.kinds)
 
 
 class Projection(nn.Linear):

@@ -8,6 +8,7 @@ costs; nothing watches the others. Outside of a recording every function here is
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -29,14 +30,35 @@ Results = tuple[Tensor | None, ...]
 _current: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
+class Room:
+    """Bytes that the recordings of a model may hold together; what does not fit is computed again."""
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.left = limit
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so much is left, which then is taken."""
+        fits = nbytes <= self.left
+        self.left -= nbytes if fits else 0
+        return fits
+
+    def give_back(self, nbytes: int) -> None:
+        self.left += nbytes
+
+
 class Recording:
     """What one block keeps between its two runs. kinds: of operations that leave their results; the others are computed
-    again."""
+    again; room: shared with other blocks, None = there is enough. Ranks may keep different results: none of these
+    operations has a part in a collective call."""
 
-    def __init__(self, kinds: Collection[Kind]) -> None:
+    def __init__(self, kinds: Collection[Kind], room: Room | None = None) -> None:
         self.kinds = frozenset(kinds)
+        self.room = room or Room()
         self._kept: deque[_Kept] = deque()
         self._again = self._spent = False
+
+    def __del__(self) -> None:
+        self._clear()  # a block without a backward pass
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Of the block's first run and of its second, as a `context_fn` of torch's checkpoint returns them.
@@ -49,12 +71,14 @@ class Recording:
         result in place."""
         if not self._again:
             found = compute()
-            self._kept.append(_Kept.of(kind, found))
+            self._kept.append(_Kept.of(kind, found if self.room.take(_nbytes(found)) else None))
             return found
         if not self._kept or self._kept[0].kind != kind:
             there = self._kept[0].kind if self._kept else "nothing"
             raise RuntimeError(f"the second run of a block asks for a result of {kind}, the first one left {there}")
-        return self._kept.popleft().taken()
+        kept = self._kept.popleft()
+        self.room.give_back(_nbytes(kept.tensors))
+        return compute() if kept.tensors is None else kept.taken()
 
     def begin(self, *, again: bool) -> None:
         """Of a run."""
@@ -68,7 +92,11 @@ class Recording:
     def end(self) -> None:
         """Of a run; the second one may stop before it has taken everything."""
         if self._again:
-            self._kept.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        while self._kept:
+            self.room.give_back(_nbytes(self._kept.popleft().tensors))
 
 
 class _Run(AbstractContextManager[None]):
@@ -91,19 +119,22 @@ class _Run(AbstractContextManager[None]):
 
 @dataclass(frozen=True)
 class _Kept:
-    """versions: how often each tensor had been changed in place when it was kept."""
+    """tensors: None where there was no room; versions: how often each had been changed in place when it was kept."""
 
     kind: Kind
-    tensors: Results
+    tensors: Results | None
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: Kind, results: Results) -> _Kept:
+    def of(cls, kind: Kind, results: Results | None) -> _Kept:
+        if results is None:
+            return cls(kind, None, ())
         # the originals become outputs of the first run, whose graph nobody should hold
         tensors = tuple(None if result is None else result.detach() for result in results)
         return cls(kind, tensors, _versions(tensors))
 
     def taken(self) -> Results:
+        assert self.tensors is not None
         if _versions(self.tensors) != self.versions:
             raise RuntimeError(f"a result of {self.kind} that a block keeps was changed in place")
         return self.tensors
@@ -111,6 +142,10 @@ class _Kept:
 
 def _versions(tensors: Results) -> tuple[int, ...]:
     return tuple(0 if tensor is None else tensor._version for tensor in tensors)
+
+
+def _nbytes(tensors: Results | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors or () if tensor is not None)
 
 
 def recording_of(kind: Kind) -> Recording | None:

@@ -22,7 +22,14 @@ from train.config_trainer import GradientCheckpointingConfig, OffloadConfig
 from train.data.processor import ProcessorAssets
 from train.model_build import checkpoint_policy
 from train.models.audio import AudioBlock
-from train.models.checkpointing import CheckpointPolicy, keep_attention, keep_projections, set_checkpointing
+from train.models.checkpointing import (
+    CheckpointPolicy,
+    KeepWithin,
+    keep_attention,
+    keep_projections,
+    keeps_projections,
+    set_checkpointing,
+)
 from train.models.foundation import FoundationModel
 from train.models.inputs import text_inputs
 from train.models.text import TextBlock
@@ -191,6 +198,12 @@ def test_policy_of_a_configuration() -> None:
     assert policy() == CheckpointPolicy()
     assert policy(keep="attention", share=0.5) == CheckpointPolicy(keep_attention, 0.5)
     assert policy(keep="projections") == CheckpointPolicy(keep_projections)
+    within = policy(keep="projections", keep_gb=0.5).context_fn
+    assert isinstance(within, KeepWithin) and within.limit == within.room.left == 500_000_000
+    assert keeps_projections(policy(keep="projections", keep_gb=0.5)) and not keeps_projections(
+        policy(keep="attention")
+    )
+    assert policy(keep="inputs", keep_gb=0.5) == CheckpointPolicy()
     found = policy(on)
     assert found is not None and isinstance(found.carry, ActivationOffload) and found.carry.gpu_bytes == 500_000_000
     with pytest.raises(ConfigError, match=r"enable_activation .* set train.gradient_checkpointing.enable to true"):
