@@ -70,7 +70,29 @@ def watched_of(events: list[dict[str, Any]], device: torch.device) -> Watched:
     communication = communication_of(events, 1, device)
     times = [(float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in kernels]
     idle = max(0.0, communication.span - length(union(times)) / 1e3)
-    return Watched(communication, idle, table_of(kernels, communication.span, idle))
+    return Watched(communication, idle, table_of(kernels, communication.span, idle) + gaps_of(kernels))
+
+
+def gaps_of(kernels: list[dict[str, Any]]) -> str:
+    """Where no kernel runs: by which kernel comes after, and how the gaps lie over the step, in its twentieths."""
+    ordered = sorted(kernels, key=lambda event: float(event["ts"]))
+    if not ordered:
+        return ""
+    first, until = float(ordered[0]["ts"]), float(ordered[0]["ts"])
+    last = max(float(event["ts"]) + float(event["dur"]) for event in ordered)
+    after: defaultdict[str, list[float]] = defaultdict(list)
+    parts = [0.0] * 20
+    for event in ordered:
+        begins = float(event["ts"])
+        if begins > until:
+            after[str(event["name"])].append((begins - until) / 1e3)
+            parts[min(19, int(20 * (begins - first) / max(last - first, 1e-9)))] += (begins - until) / 1e3
+        until = max(until, begins + float(event["dur"]))
+    lines = ["ms without a kernel, by twentieths of the step: " + " ".join(f"{part:.1f}" for part in parts)]
+    for name, gaps in sorted(after.items(), key=lambda item: -sum(item[1]))[:15]:
+        short = re.sub(r"\s+", " ", name.replace("void ", ""))[:WIDTH]
+        lines.append(f"{sum(gaps):10.2f} ms in {len(gaps)} gaps before {short}")
+    return "\n".join(lines) + "\n"
 
 
 def is_kernel(event: dict[str, Any], device: torch.device) -> bool:

@@ -159,10 +159,12 @@ class PhaseWatch(Callback):
 
 
 class Parts:
-    """Milliseconds of the forward passes of towers and text model, and of the optimizer, by events on the GPU."""
+    """Milliseconds of the forward passes of towers and text model, and of the optimizer, by events on the GPU; and how
+    long the host took to launch them, which must be less."""
 
     def __init__(self, trainer: BaseTrainer, device: torch.device) -> None:
         self.marks: dict[str, list[tuple[Any, Any]]] = {}
+        self.host_s: dict[str, float] = {}
         self._cuda, self._began, self._handles = device.type == "cuda", dict[str, Any](), list[Any]()
         named = {"vision": "visual", "sound": "audio_tower", "text": "model"}
         model: Any = trainer.model
@@ -183,10 +185,12 @@ class Parts:
             handle.remove()
 
     def _begin(self, name: str) -> None:
-        self._began[name] = self._mark()
+        self._began[name] = (self._mark(), time.perf_counter())
 
     def _end(self, name: str) -> None:
-        self.marks.setdefault(name, []).append((self._began.pop(name), self._mark()))
+        mark, began = self._began.pop(name)
+        self.marks.setdefault(name, []).append((mark, self._mark()))
+        self.host_s[name] = self.host_s.get(name, 0.0) + time.perf_counter() - began
 
     @staticmethod
     def _mark() -> Any:
@@ -195,8 +199,9 @@ class Parts:
         return event
 
     def milliseconds(self, steps: int) -> dict[str, float]:
-        """Of a step."""
-        return {name: sum(a.elapsed_time(b) for a, b in pairs) / steps for name, pairs in self.marks.items()}
+        """Of a step, on the device and on the host."""
+        found = {name: sum(a.elapsed_time(b) for a, b in pairs) / steps for name, pairs in self.marks.items()}
+        return found | {f"{name} (host)": 1e3 * took / steps for name, took in self.host_s.items()}
 
 
 def over_ranks(value: float, device: torch.device, world: int, operation: Any) -> float:

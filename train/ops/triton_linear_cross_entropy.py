@@ -60,7 +60,7 @@ def chunk_rows(rows: int, row_bytes: int) -> int:
     """Rows of a chunk: equal chunks, as few as `CHUNK_BYTES` allows."""
     most = max(ROWS, CHUNK_BYTES // row_bytes // ROWS * ROWS)
     chunks = max(1, triton.cdiv(rows, most))
-    return triton.cdiv(triton.cdiv(rows, chunks), ROWS) * ROWS
+    return max(1, triton.cdiv(triton.cdiv(rows, chunks), ROWS)) * ROWS
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -93,6 +93,17 @@ def test_no_row_has_a_label() -> None:
         assert t is not None and not t.any()
 
 
+@pytest.mark.parametrize("scale", SCALES)
+def test_no_rows(scale: str) -> None:
+    """A slice of a sequence without a label has none."""
+    x, weight, labels = inputs(0, 8, 20, torch.float32)
+    found = fused.linear_cross_entropy(x, weight, labels, scale=SCALES[scale](0).to(DEVICE))
+    found.loss.backward()
+    assert found.loss == 0 and found.token_loss.shape == (0,)
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert weight.grad is not None and not weight.grad.any()
+
+
 def test_only_what_is_asked_for_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight's gradient alone takes a third of the time and most of the memory."""
     x, weight, labels = inputs(9, 8, 20, torch.float32)
