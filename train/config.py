@@ -163,8 +163,9 @@ class BatchConfig(Strict):
 
 class OpsImplementationConfig(Strict):
     """Which implementation of each operation runs; auto = the fastest that is available, printed at the start.
-    attn_implementation: flash_attention_4, flash_attention_3, flash_attention_2, cudnn, torch_varlen, flex_attention,
-    sdpa or eager; moe_implementation: of the experts, fused_triton, grouped_mm or eager;
+    attn_implementation: flash_attention_4, flash_attention_3, flash_attention_2, cudnn, torch_varlen, triton (its own
+    kernels in the towers, torch_varlen in the text model), flex_attention, sdpa or eager; moe_implementation: of the
+    experts, fused_triton, grouped_mm or eager;
     cross_entropy_loss_implementation: of the head with its loss, fused_triton, chunk_loss or eager;
     rms_norm_implementation: triton, compile or eager; rotary_pos_emb_implementation: with the norms of q and k,
     triton, compile or eager; rotary_pos_emb_vision_implementation: triton, compile or eager;

@@ -1,21 +1,18 @@
 """Full attention on short documents, as in the vision and sound towers: the Triton kernels beside torch's.
 
-    python -m jobs.bench.kernel_vision_attention [--tune]
+    python -m jobs.bench.kernel_vision_attention [--quick] [--tune] [--isolate] [--json FILE]
 
---tune: times of candidate tiles, the fastest first, at the size of a long video. They are compiled by many processes at
-once, beforehand.
+--tune and --isolate: see `kernel_vision_tuning`.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -26,13 +23,11 @@ from jobs.bench.kernel_timing import milliseconds, relative_error
 from train.ops.attention import eager
 from train.ops.attention_varlen import torch_varlen
 from train.ops.segments import Segments
-from train.ops.triton_attention import backward, forward, full_attention, key_gradients, query_gradient
-from train.ops.triton_tiles import Tile
+from train.ops.triton_attention import backward, forward, full_attention
 
 ERROR_BOUND = 5e-3
 REPEATS = 9
 MIXED = (256, 1500, 540, 1024, 300, 777, 1296, 400, 640, 900) * 6
-WORKERS = 14
 
 
 @dataclass(frozen=True)
@@ -51,24 +46,6 @@ CASES = (
     Case("60 grids of 256 to 1500, 16 heads of 72", MIXED, 16, 72, 1.5),
     Case("13 windows of 104, 20 heads of 64", (104,) * 13, 20, 64, None),
 )
-FORWARD_TILES = (
-    Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 3), Tile(128, 64, 64, 8, 3), Tile(128, 64, 32, 4, 2),
-    Tile(128, 64, 32, 4, 3), Tile(128, 128, 32, 8, 2), Tile(128, 128, 64, 8, 2), Tile(128, 128, 32, 8, 3),
-    Tile(128, 32, 32, 8, 3), Tile(128, 32, 32, 4, 3), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 3),
-    Tile(64, 128, 32, 4, 2), Tile(64, 32, 32, 4, 3),
-)  # fmt: skip
-QUERY_TILES = (
-    Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 3), Tile(128, 64, 64, 8, 2), Tile(128, 128, 32, 8, 2),
-    Tile(128, 32, 32, 8, 2), Tile(128, 32, 32, 8, 3), Tile(128, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2),
-    Tile(64, 64, 32, 4, 3), Tile(64, 32, 32, 4, 2), Tile(64, 32, 32, 4, 3), Tile(64, 128, 32, 4, 2),
-)  # fmt: skip
-KEY_TILES = (
-    Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 3), Tile(128, 64, 32, 8, 1), Tile(128, 64, 64, 8, 2),
-    Tile(128, 32, 32, 8, 2), Tile(128, 32, 32, 8, 3), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 3),
-    Tile(64, 64, 32, 4, 1), Tile(64, 32, 32, 4, 2), Tile(64, 32, 32, 4, 3),
-)  # fmt: skip
-BULK = (Tile(128, 64, 32, 8, 2, 1), Tile(128, 64, 32, 8, 3, 1), Tile(128, 64, 32, 4, 3, 1), Tile(128, 128, 32, 8, 2, 1), Tile(64, 64, 32, 4, 3, 1), Tile(64, 64, 32, 4, 2, 1), Tile(128, 32, 32, 8, 3, 1), Tile(64, 32, 32, 4, 3, 1))
-CANDIDATES = {"forward": FORWARD_TILES+BULK, "query": QUERY_TILES+BULK, "key": KEY_TILES+BULK}
 
 
 class Inputs:
@@ -124,82 +101,45 @@ def compared(case: Case) -> list[Claim]:
 
 def errors(inputs: Inputs, attend: Callable[..., Tensor], lengths: tuple[int, ...]) -> list[float]:
     """Of out, dq, dk, dv, beside the eager op in float32."""
+    return [relative_error(a, b) for a, b in zip(inputs.both(attend), reference(inputs, lengths), strict=True)]
+
+
+def reference(inputs: Inputs, lengths: tuple[int, ...]) -> list[Tensor]:
+    """out, dq, dk, dv by the eager op in float32, document by document."""
     exact: list[list[Tensor]] = [[], [], [], []]
     pieces = zip(*(x.split(list(lengths)) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)), strict=True)
     for length, (q, k, v, dout) in zip(lengths, pieces, strict=True):
         leaves = [x.float().requires_grad_() for x in (q, k, v)]
-        out = eager(*leaves, Segments.from_lengths([length], "cuda"), causal=False)
+        out = eager(leaves[0], leaves[1], leaves[2], Segments.from_lengths([length], "cuda"), causal=False)
         parts = (out.detach(), *torch.autograd.grad(out, leaves, dout.float()))
         for whole, part in zip(exact, parts, strict=True):
             whole.append(part)
-    return [relative_error(a, torch.cat(b)) for a, b in zip(inputs.both(attend), exact, strict=True)]
-
-
-def runs(inputs: Inputs) -> dict[str, Callable[[Tile], object]]:
-    """What --tune measures, for a tile."""
-    q, k, v, dout, segments = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.segments
-    scale = q.shape[2] ** -0.5
-    out, lse = forward(q, k, v, segments)
-    dq, dk, dv = (torch.empty_like(q) for _ in range(3))
-    delta = query_gradient(dout, q, k, v, out, lse, dq, segments, scale, QUERY_TILES[0])
-    return {
-        "forward": lambda tile: forward(q, k, v, segments, scale, tile),
-        "query": lambda tile: query_gradient(dout, q, k, v, out, lse, dq, segments, scale, tile),
-        "key": lambda tile: key_gradients(dout, q, k, v, lse, delta, dk, dv, segments, scale, tile),
-    }
-
-
-def compiled(which: str, tile: Tile) -> str:
-    """In a process of its own: leaves the kernels in Triton's cache; what went wrong, or nothing."""
-    try:
-        runs(Inputs((540,) * 4, 16, 72))[which](tile)
-        torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001  # a candidate that does not fit the chip is left out
-        return f"{type(error).__name__}: {str(error)[:100]}"
-    return ""
-
-
-def tune() -> None:
-    """Prints the times of all candidates."""
-    tasks = [(which, tile) for which, tiles in CANDIDATES.items() for tile in tiles]
-    workers = min(WORKERS, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        failures = dict(zip(tasks, pool.map(compiled, *zip(*tasks, strict=True)), strict=True))
-    case = CASES[0]
-    measured = runs(Inputs(case.lengths, case.heads, case.size))
-    for which, tiles in CANDIDATES.items():
-        times = {
-            tile: milliseconds(partial(measured[which], tile), REPEATS) for tile in tiles if not failures[which, tile]
-        }
-        for tile in sorted(times, key=lambda tile: times[tile]):
-            print(f"{which:8} {times[tile]:.3f} ms  m {tile.m} n {tile.n} end {tile.k} warps {tile.warps}"
-                  f" stages {tile.stages} bulk {tile.persistent}", flush=True)  # fmt: skip
-    for (which, tile), said in failures.items():
-        if said:
-            print(which, tile, said)
+    return [torch.cat(parts) for parts in exact]
 
 
 def same_bits() -> bool:
     """Whether two runs give the same gradients."""
     inputs = Inputs(MIXED, 16, 72)
     out, lse = forward(inputs.q, inputs.k, inputs.v, inputs.segments)
-    first, second = (
-        backward(inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, inputs.segments) for _ in range(2)
-    )
+    first, second = (backward(inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, inputs.segments) for _ in range(2))
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="times of candidate tiles first")
+    parser.add_argument("--isolate", action="store_true", help="which kernels with bulk copies run, and nothing else")
     parser.add_argument("--quick", action="store_true", help="the first case alone")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("jobs.bench.kernel_vision_attention needs a CUDA device; there is none here", file=sys.stderr)
         return 2
+    if arguments.isolate:
+        import_module("jobs.bench.kernel_vision_tuning").isolate()
+        return 0
     if arguments.tune:
-        tune()
+        import_module("jobs.bench.kernel_vision_tuning").tune()
     found = [*claims(arguments.quick), at_least("full attention: same bits twice", float(same_bits()), 1.0, "", "")]
     return 0 if report("full attention", found, arguments.json) else 1
 

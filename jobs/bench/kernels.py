@@ -1,6 +1,7 @@
 """The fused kernels on a GPU: speed as ratios against peers of the same run, memory, error.
 
-    python -m jobs.bench.kernels [--quick] [--only moe|lora|ce|elementwise|attention|features|layer] [--json FILE]
+    python -m jobs.bench.kernels [--quick] [--only moe|lora|ce|elementwise|attention|vision_attention|features|layer]
+        [--json FILE]
 
 Shares are of 790 TFLOP/s (an H200's measured bfloat16 rate) and of the copy rate of the same run. Peers: grouped_mm
 under torch.compile, and `veomni` 0.1.12 and `liger-kernel` 0.8.5 where they are installed. Without a CUDA device it
@@ -25,6 +26,7 @@ PARTS = {
     "ce": "kernel_loss",
     "elementwise": "kernel_elementwise",
     "attention": "kernel_attention",
+    "vision_attention": "kernel_vision_attention",
     "features": "kernel_features",
     "layer": "kernel_layer",
 }

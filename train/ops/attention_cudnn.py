@@ -1,4 +1,5 @@
-"""cuDNN's fused attention for long documents, torch's flash attention for the rest.
+"""The fastest of three on Hopper: cuDNN's fused attention for long causal documents, Triton kernels for those without a
+causal mask, as in the towers, torch's flash attention for the rest.
 
 cuDNN plans anew for every shape, about 150 ms for forward and backward pass, and each call costs the host some 0.3 ms.
 So only documents that keep the GPU busy for longer go there, and they are padded to few different lengths.
@@ -19,6 +20,7 @@ from train.ops.attention_fused import cudnn_operators
 from train.ops.attention_varlen import torch_varlen
 from train.ops.recorded import recorded_attention, recording_of
 from train.ops.segments import Segments
+from train.ops.triton_attention import fits, full_attention
 
 LONG = 2048  # rows of a document
 STEPS = 16  # lengths between a power of two and the next one
@@ -39,11 +41,13 @@ def cudnn(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """[T, Hq, Dv]; bfloat16 or float16. `torch_varlen` takes short documents, and everything without a causal mask,
-    with a window or with heads that cuDNN does not take."""
+    """[T, Hq, Dv]; bfloat16 or float16. `torch_varlen` takes short causal documents, and everything with a window or
+    with heads that the others do not take."""
     if softcap is not None:
         raise without("cudnn", "softcap of attention scores", "flex_attention or flash_attention_*")
     check_rows(q, k, v, segments)
+    if not causal and window is None and fits(q, k, v, scale):
+        return full_attention(q, k, v, segments, scale)
 
     def short(queries: Tensor, keys: Tensor, values: Tensor, documents: Segments) -> Tensor:
         return torch_varlen(queries, keys, values, documents, causal=causal, scale=scale, window=window)

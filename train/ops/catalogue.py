@@ -95,7 +95,7 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
                 "cudnn",
                 "train.ops.attention_cudnn:cudnn",
                 25,
-                _flash("torch.nn.attention.varlen", (9, 0)),
+                Needs("cuda", (9, 0), packages=("torch.nn.attention.varlen", "triton"), dtypes=HALF),
                 repeatable=False,
                 recorded=True,
             ),
@@ -104,6 +104,14 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
                 "train.ops.attention_varlen:torch_varlen",
                 30,
                 _flash("torch.nn.attention.varlen", (8, 0)),
+                recorded=True,
+            ),
+            # full attention of short documents alone; a causal mask sends it to torch_varlen
+            Backend(
+                "triton",
+                "train.ops.triton_attention:attention",
+                35,
+                Needs("cuda", (8, 0), packages=("triton", "torch.nn.attention.varlen"), dtypes=HALF),
                 recorded=True,
             ),
             Backend("flex_attention", "train.ops.attention_flex:flex_attention", 40, TRITON),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 import triton
@@ -33,6 +34,9 @@ class Tile:
     warps: int
     stages: int
     persistent: int = 0
+
+
+AnyTile = TypeVar("AnyTile", bound=Tile)
 
 
 @triton.jit
@@ -58,7 +62,7 @@ def num_sms(device: torch.device) -> int:
     return 2 if INTERPRETED.value else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def pick_tile(table: dict[str, Tile], tensor: Tensor) -> Tile:
+def pick_tile(table: dict[str, AnyTile], tensor: Tensor) -> AnyTile:
     """The row of the table for the tensor's chip; `float32` for tensors of that type, which take twice the room."""
     name = chip(tensor.device)
     if name != "interpreter" and tensor.dtype == torch.float32:

@@ -211,7 +211,7 @@ def test_policy_of_a_configuration() -> None:
     names = {"attention": "eager"}
     eager = bind_ops({op.op: names.get(op.op, "eager") for op in vars(ops).values()}, Device("cpu"))
     for keep in ("attention", "projections"):
-        said = rf"keep: {keep}, .* eager cannot be kept; choose cudnn, torch_varlen, sdpa or keep: inputs"
+        said = rf"keep: {keep}, .* eager cannot be kept; choose cudnn, torch_varlen, triton, sdpa or keep: inputs"
         with pytest.raises(ConfigError, match=said):
             checkpoint_policy(check_config({"keep": keep}, GradientCheckpointingConfig), eager, off)
 

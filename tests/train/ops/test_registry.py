@@ -60,10 +60,10 @@ def test_auto_on_a_cpu() -> None:
         (
             AMPERE,
             "bfloat16",
-            ["flash_attention_2", "torch_varlen", "flex_attention", "sdpa", "eager"],
+            ["flash_attention_2", "torch_varlen", "triton", "flex_attention", "sdpa", "eager"],
         ),
-        (HOPPER, "bfloat16", ["cudnn", "torch_varlen", "flex_attention", "sdpa", "eager"]),
-        (replace(HOPPER, repeatable=True), "bfloat16", ["torch_varlen", "flex_attention", "sdpa", "eager"]),
+        (HOPPER, "bfloat16", ["cudnn", "torch_varlen", "triton", "flex_attention", "sdpa", "eager"]),
+        (replace(HOPPER, repeatable=True), "bfloat16", ["torch_varlen", "triton", "flex_attention", "sdpa", "eager"]),
         (HOPPER, "float32", ["flex_attention", "sdpa", "eager"]),
         (HOPPER_ALL, "bfloat16", ["flash_attention_4", "flash_attention_3", "flash_attention_2"]),
         (BLACKWELL_ALL, None, ["flash_attention_4", "flash_attention_2", "cudnn", "torch_varlen"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +12,8 @@ from schemas.errors import UnsupportedError
 from tests.train.ops.triton_cases import DEVICE, DTYPES, TOLERANCE, assert_same, gpu, kernels_can_run, relative_error
 from train.ops.attention import eager
 from train.ops.segments import Segments
-from train.ops.triton_attention import attention, backward, forward, full_attention, parts, tile_maps
-from train.ops.triton_tiles import Tile
+from train.ops.triton_attention import attention, backward, forward, full_attention
+from train.ops.triton_attention_tiles import AttentionTile, parts, tile_map
 
 setup_module = kernels_can_run
 
@@ -21,6 +23,12 @@ LENGTHS = {
     "about a tile": [31, 32, 33],
     "about two tiles": [63, 64, 65],
     "short ones before long ones": [3, 80, 16, 47],
+}
+TILES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bulk copies": {"bulk": True},
+    "ends as other steps": {"k": 0},
+    "bulk copies, ends as other steps": {"bulk": True, "k": 0},
 }
 
 
@@ -53,11 +61,11 @@ def test_half_precision(size: int) -> None:
     check([5, 37], 2, size, torch.bfloat16)
 
 
-@pytest.mark.parametrize("bulk", [0, 1])
-def test_a_temporal_grid_and_a_scale_with_tiles_of_real_size(bulk: int) -> None:
+@pytest.mark.parametrize("options", TILES.values(), ids=TILES)
+def test_a_temporal_grid_and_a_scale_with_tiles_of_real_size(options: dict[str, Any]) -> None:
     segments = Segments.from_lengths([540], DEVICE)
     q, k, v, dout = (draw(540, 1, 72, seed=seed).to(DEVICE) for seed in range(4))
-    tile = Tile(128, 64, 32, 4, 1, bulk)
+    tile = AttentionTile(**{"m": 128, "n": 64, "k": 32, "warps": 4, "stages": 1} | options)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     expected = eager(*exact, segments, causal=False, scale=0.31)
     expected.backward(dout.double())
@@ -119,6 +127,7 @@ def test_the_logarithms_of_the_sums() -> None:
     assert relative_error(lse, scores.masked_fill(other, float("-inf")).logsumexp(-1)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that are not stored
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_large_scores(sign: float) -> None:
     """exp of the scores themselves, and of minus them, is beyond float32."""
@@ -135,6 +144,7 @@ def test_large_scores(sign: float) -> None:
     assert all(relative_error(a, b.grad) < 1e-3 for a, b in zip(found, exact, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that are not stored
 def test_documents_do_not_meet() -> None:
     lengths = [19, 33, 8]
     q, k, v, dout = (draw(60, 2, 72, seed=seed).to(DEVICE) for seed in range(4))
@@ -174,15 +184,14 @@ def test_no_rows() -> None:
 def test_a_tile_covers_every_row_once_and_long_documents_come_first() -> None:
     lengths = [5, 300, 64, 1, 129, 130, 40, 128]
     segments = Segments.from_lengths(lengths, DEVICE)
-    maps = tile_maps(segments, Tile(64, 32, 32, 8, 1))
+    tiles = tile_map(segments, 64)
     covered = torch.zeros(sum(lengths), dtype=torch.int64)
-    for rows, _, tiles in maps:
-        for start, length, row in tiles.tolist():
-            assert 0 <= row < length
-            covered[start + row : start + min(row + rows, length)] += 1
-        assert tiles[:, 1].tolist() == sorted(tiles[:, 1].tolist(), reverse=True)
+    for start, length, row in tiles.tolist():
+        assert 0 <= row < length
+        covered[start + row : start + min(row + 64, length)] += 1
     assert covered.eq(1).all()
-    assert tile_maps(segments, Tile(64, 16, 16, 8, 1))[0][2] is maps[0][2]  # made once per batch
+    assert tiles[:, 1].tolist() == sorted(tiles[:, 1].tolist(), reverse=True)
+    assert tile_map(segments, 64) is tiles  # made once per batch
 
 
 @pytest.mark.parametrize(
