@@ -52,14 +52,15 @@ def keep_projections() -> ContextPair:
 @dataclass(frozen=True)
 class KeepWithin:
     """A `context_fn`: results of these kinds are kept as long as all that are kept take at most `limit` bytes; those of
-    later blocks are computed again."""
+    later blocks are computed again. first: of blocks that come first, see `Room`."""
 
     kinds: frozenset[Kind]
     limit: int
     room: Room = field(compare=False)
+    first: bool = True
 
     def __call__(self) -> ContextPair:
-        return Recording(self.kinds, self.room).contexts()
+        return Recording(self.kinds, self.room, first=self.first).contexts()
 
 
 # by the name that the configuration has for it
@@ -96,7 +97,10 @@ def run_plainly(block: Callable[..., Any], *inputs: Any) -> Any:
 
 
 class BlockStack(nn.Module):
-    """A module that runs its blocks through `run_block`, which `set_checkpointing` replaces."""
+    """A module that runs its blocks through `run_block`, which `set_checkpointing` replaces. keeps_first: whether
+    results of its blocks are kept before those of other stacks, where not all can be."""
+
+    keeps_first = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +111,14 @@ def set_checkpointing(model: nn.Module, policy: CheckpointPolicy | None) -> None
     """Turns gradient checkpointing on for the blocks of the text model and of the towers, or off with None."""
     for module in model.modules():
         if isinstance(module, BlockStack):
-            module.run_block = run_plainly if policy is None else replace(policy, whole=_whole(module, policy.share))
+            module.run_block = run_plainly if policy is None else _of_stack(policy, module)
+
+
+def _of_stack(policy: CheckpointPolicy, stack: BlockStack) -> CheckpointPolicy:
+    found = policy.context_fn
+    if isinstance(found, KeepWithin):
+        found = replace(found, first=stack.keeps_first)
+    return replace(policy, whole=_whole(stack, policy.share), context_fn=found)
 
 
 def _whole(stack: BlockStack, share: float) -> frozenset[nn.Module]:

@@ -31,28 +31,36 @@ _current: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class Room:
-    """Bytes that the recordings of a model may hold together; what does not fit is computed again."""
+    """Bytes that the recordings of a model may hold together; what does not fit is computed again. Some blocks, those
+    whose results cost most to compute, come first although they run last: the others take what those left over in the
+    pass before, and nothing in the first one."""
 
     def __init__(self, limit: float = math.inf) -> None:
-        self.left = limit
+        self.limit = self.left = limit
+        self._asked = 0.0  # by those that come first, in this pass
+        self._reserved = limit
 
-    def take(self, nbytes: int) -> bool:
-        """Whether so much is left, which then is taken."""
-        fits = nbytes <= self.left
+    def take(self, nbytes: int, *, first: bool = True) -> bool:
+        """Whether so much is left, which then is taken. first: for a block that comes first."""
+        self._asked += nbytes if first else 0
+        fits = nbytes <= self.left - (0 if first else self._reserved)
         self.left -= nbytes if fits else 0
         return fits
 
     def give_back(self, nbytes: int) -> None:
+        """When all is back, a pass is over."""
         self.left += nbytes
+        if nbytes and self.left == self.limit:
+            self._reserved, self._asked = min(self._asked, self.limit), 0.0
 
 
 class Recording:
     """What one block keeps between its two runs. kinds: of operations that leave their results; the others are computed
-    again; room: shared with other blocks, None = there is enough. Ranks may keep different results: none of these
-    operations has a part in a collective call."""
+    again; room: shared with other blocks, None = there is enough; first: whether this one comes first in it. Ranks may
+    keep different results: none of these operations has a part in a collective call."""
 
-    def __init__(self, kinds: Collection[Kind], room: Room | None = None) -> None:
-        self.kinds = frozenset(kinds)
+    def __init__(self, kinds: Collection[Kind], room: Room | None = None, *, first: bool = True) -> None:
+        self.kinds, self.first = frozenset(kinds), first
         self.room = room or Room()
         self._kept: deque[_Kept] = deque()
         self._again = self._spent = False
@@ -71,7 +79,8 @@ class Recording:
         result in place."""
         if not self._again:
             found = compute()
-            self._kept.append(_Kept.of(kind, found if self.room.take(_nbytes(found)) else None))
+            fits = self.room.take(_nbytes(found), first=self.first)
+            self._kept.append(_Kept.of(kind, found if fits else None))
             return found
         if not self._kept or self._kept[0].kind != kind:
             there = self._kept[0].kind if self._kept else "nothing"

@@ -387,3 +387,20 @@ def test_what_does_not_fit_is_computed_again() -> None:
     del forgotten
     gc.collect()
     assert room.left == 2 * x.nbytes
+
+
+def test_blocks_that_come_first_are_served_first_from_the_second_pass_on() -> None:
+    room = Room(10)
+
+    def tower_and_text(tower: int, text: int) -> list[bool]:
+        """Of one pass."""
+        found = [room.take(tower, first=False), room.take(text)]
+        for taken, nbytes in zip(found, (tower, text), strict=True):
+            room.give_back(nbytes if taken else 0)
+        return found
+
+    assert tower_and_text(3, 6) == [False, True]  # what the text model needs is not known yet
+    assert tower_and_text(3, 6) == [True, True]
+    assert tower_and_text(5, 6) == [False, True]
+    assert tower_and_text(3, 12) == [True, False]  # more than before
+    assert room.left == 10
