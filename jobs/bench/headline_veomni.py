@@ -30,15 +30,22 @@ from train.mesh import Mesh, Process, start_process_group
 from train.models.checkpointing import CheckpointPolicy
 from train.models.inputs import ModelInputs
 
-# name -> (whose, attention backend)
+# name -> (whose, attention backend); the last of ours divides the experts over the ranks
 SUBJECTS: dict[str, tuple[str, str]] = {
     "veomni, torch_varlen": ("theirs", "torch_varlen"),
-    "ours, torch_varlen": ("ours", "torch_varlen"),
     "ours, auto": ("ours", "auto"),
+    "ours, auto, experts over the ranks": ("ours", "auto"),
+    "ours, torch_varlen": ("ours", "torch_varlen"),
     "veomni, our cudnn attention": ("theirs", "cudnn"),
 }
 QUICK_ATTENTION = "sdpa"
-PEER, SAME, BEST = "veomni, torch_varlen", "ours, torch_varlen", "ours, auto"
+PEER, SAME, BEST, DIVIDED, HELPED = (
+    "veomni, torch_varlen",
+    "ours, torch_varlen",
+    "ours, auto",
+    "ours, auto, experts over the ranks",
+    "veomni, our cudnn attention",
+)
 OVER = 1.5
 WARM, STEPS = 2, 5
 TIMEOUT_S = 120.0
@@ -139,7 +146,8 @@ def measure_subject(run: Run, tell: Tell) -> None:
     times: list[float] = []
     for layers in depths:
         shape = replace(base, layers=layers)
-        made = Peer(shape, device) if whose == "theirs" else Trained(shape, {}, device, CheckpointPolicy())
+        layout = {"ep_size": run.nproc} if name == DIVIDED else {}
+        made = Peer(shape, device) if whose == "theirs" else Trained(shape, layout, device, CheckpointPolicy())
         for _ in range(WARM):
             loss = made.step()
         found, peak = timed(made, 1 if run.quick else STEPS)
@@ -165,7 +173,7 @@ def compare(claims: Sequence[Claim], *, bounded: bool) -> list[Claim]:
         if claim.claim.startswith(f"veomni: {name}, a layer") and claim.value > 0
     }
     found = []
-    for ours, theirs in ((BEST, PEER), (SAME, PEER), (BEST, "veomni, our cudnn attention")):
+    for ours, theirs in ((BEST, PEER), (DIVIDED, PEER), (SAME, PEER), (BEST, HELPED)):
         if ours in layers and theirs in layers:
             ratio, said = layers[theirs] / layers[ours], f"{layers[theirs]:.2f} ms / {layers[ours]:.2f} ms of a layer"
             title = f"veomni: {theirs} / {ours}"

@@ -93,7 +93,8 @@ class Trained:
         set_checkpointing(self.model, checkpointing)
         if self.mesh.world_size > 1:
             self.model.reduce_router = RouterReduction()
-        apply_parallel(self.model, fsdp_blocks(self.model), self.mesh, config.fsdp_config)
+        rows, dispatch = shape.tokens, config.expert_dispatch
+        apply_parallel(self.model, fsdp_blocks(self.model), self.mesh, config.fsdp_config, dispatch=dispatch, rows=rows)
         give_memory(self.model, device)
         fill(self.model, self.mesh.rank)
         self.parameters = list(self.model.parameters())
