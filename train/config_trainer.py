@@ -80,12 +80,15 @@ class GradientCheckpointingConfig(Strict):
     """Memory for time. enable: blocks keep their inputs only and run again in the backward pass; keep: attention = they
     keep the results of attention, too, which then is not computed again, projections = also those of the linear layers
     around it, inputs = nothing else; keep_gb: GB of such results that each GPU keeps at most, those of later blocks are
-    computed again, null = all; share: of the blocks that run again, evenly spread; the others keep everything."""
+    computed again, null = all; share: of the blocks that run again, evenly spread; the others keep everything;
+    vision_share, audio_share: the same of the towers, null = share."""
 
     enable: bool = True
     keep: Literal["inputs", "attention", "projections"] = "inputs"
     keep_gb: NotNegativeFloat | None = None
     share: Share = 1.0
+    vision_share: Share | None = None
+    audio_share: Share | None = None
 
 
 class CheckpointConfig(Strict):

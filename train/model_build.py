@@ -167,7 +167,9 @@ def checkpoint_policy(config: GradientCheckpointingConfig, ops: Ops, offload: Of
         )
     context_fn = keeping(config.keep, None if config.keep_gb is None else int(config.keep_gb * 1e9))
     carry = ActivationOffload(int(offload.activation_gpu_limit * 1e9)) if offload.enable_activation else None
-    return CheckpointPolicy(context_fn, config.share, carry=carry)
+    towers = {"vision": config.vision_share, "audio": config.audio_share}
+    shares = {part: share for part, share in towers.items() if share is not None}
+    return CheckpointPolicy(context_fn, config.share, shares, carry=carry)
 
 
 def share_router(model: AnyModel, mesh: Mesh) -> None:

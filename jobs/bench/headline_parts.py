@@ -30,7 +30,8 @@ FAST = {
     "train.accelerator.fsdp_config.reshard_after_forward": False,
     "train.accelerator.fsdp_config.reshard_after_backward": False,
     "train.gradient_checkpointing.keep": "projections",
-    "train.gradient_checkpointing.keep_gb": 18.0,
+    "train.gradient_checkpointing.keep_gb": 16.0,
+    "train.gradient_checkpointing.audio_share": 0.0,
 }
 # blocks compute long enough to hide gathers of whole experts, whose buffers are smaller than those of gathered rows
 LONG = {"train.accelerator.offload_config.enable_activation": True, "train.accelerator.ep_size": 1}

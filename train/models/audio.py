@@ -82,6 +82,8 @@ class AudioBlock(nn.Module):
 class AudioTower(BlockStack):
     """Log-mel frames -> rows of the text model."""
 
+    part = "audio"
+
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
         _check(config)

@@ -4,7 +4,7 @@ meantime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,11 +24,13 @@ Run = Callable[..., Any]
 class CheckpointPolicy:
     """context_fn: makes the contexts of a block's first run and of its second, which decide what is kept after all; the
     default keeps nothing; share: of the blocks of each stack that are computed again, evenly spread, the others keep
-    everything; whole: these others, once `set_checkpointing` knows them; carry(run, block, *inputs): runs a block so
-    that its inputs stay elsewhere, see `train.parallel.offload`."""
+    everything; shares: those of stacks that differ, by `BlockStack.part`; whole: these others, once `set_checkpointing`
+    knows them; carry(run, block, *inputs): runs a block so that its inputs stay elsewhere, see
+    `train.parallel.offload`."""
 
     context_fn: Callable[[], ContextPair] = noop_context_fn
     share: float = 1.0
+    shares: Mapping[str, float] = field(default_factory=dict)
     whole: frozenset[nn.Module] = frozenset()
     carry: Callable[..., Any] | None = None
 
@@ -97,10 +99,10 @@ def run_plainly(block: Callable[..., Any], *inputs: Any) -> Any:
 
 
 class BlockStack(nn.Module):
-    """A module that runs its blocks through `run_block`, which `set_checkpointing` replaces. keeps_first: whether
-    results of its blocks are kept before those of other stacks, where not all can be."""
+    """A module that runs its blocks through `run_block`, which `set_checkpointing` replaces. part: of a model: text,
+    vision or audio."""
 
-    keeps_first = False
+    part = "text"
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,8 +119,9 @@ def set_checkpointing(model: nn.Module, policy: CheckpointPolicy | None) -> None
 def _of_stack(policy: CheckpointPolicy, stack: BlockStack) -> CheckpointPolicy:
     found = policy.context_fn
     if isinstance(found, KeepWithin):
-        found = replace(found, first=stack.keeps_first)
-    return replace(policy, whole=_whole(stack, policy.share), context_fn=found)
+        # its attention over whole documents costs more than that of towers
+        found = replace(found, first=stack.part == "text")
+    return replace(policy, whole=_whole(stack, policy.shares.get(stack.part, policy.share)), context_fn=found)
 
 
 def _whole(stack: BlockStack, share: float) -> frozenset[nn.Module]:

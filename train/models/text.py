@@ -103,8 +103,6 @@ class TextBlock(nn.Module):
 class TextModel(BlockStack):
     """Embeddings, layers and the last norm. multimodal: positions on three axes."""
 
-    keeps_first = True  # its attention over whole documents costs more than that of towers
-
     def __init__(self, config: PreTrainedConfig, ops: Ops, *, multimodal: bool) -> None:
         super().__init__()
         _check(config)

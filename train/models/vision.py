@@ -153,6 +153,8 @@ class OmniMerger(nn.Module):
 class VisionTower(BlockStack):
     """What both families share; they name the mergers of the deepstack levels."""
 
+    part = "vision"
+
     def __init__(self, config: PreTrainedConfig, ops: Ops, merger: type[VLMerger] | type[OmniMerger]) -> None:
         super().__init__()
         if not isinstance(config.patch_size, int) or not isinstance(config.temporal_patch_size, int):

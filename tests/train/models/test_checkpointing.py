@@ -23,6 +23,7 @@ from train.data.processor import ProcessorAssets
 from train.model_build import checkpoint_policy
 from train.models.audio import AudioBlock
 from train.models.checkpointing import (
+    BlockStack,
     CheckpointPolicy,
     KeepWithin,
     keep_attention,
@@ -61,6 +62,9 @@ POLICIES: dict[str, CheckpointPolicy] = {
     "attention": CheckpointPolicy(keep_attention),
     "projections": CheckpointPolicy(keep_projections),
     "half": CheckpointPolicy(share=0.5),
+    "the sound tower keeps everything, half of the vision tower": CheckpointPolicy(
+        shares={"audio": 0.0, "vision": 0.5}
+    ),
     "elsewhere": CheckpointPolicy(carry=ActivationOffload()),
     "some elsewhere": CheckpointPolicy(carry=ActivationOffload(30_000)),
     "attention, elsewhere, two thirds": CheckpointPolicy(keep_attention, 0.67, carry=ActivationOffload()),
@@ -198,6 +202,7 @@ def test_policy_of_a_configuration() -> None:
     assert policy() == CheckpointPolicy()
     assert policy(keep="attention", share=0.5) == CheckpointPolicy(keep_attention, 0.5)
     assert policy(keep="projections") == CheckpointPolicy(keep_projections)
+    assert policy(share=0.5, audio_share=0.0) == CheckpointPolicy(share=0.5, shares={"audio": 0.0})
     within = policy(keep="projections", keep_gb=0.5).context_fn
     assert isinstance(within, KeepWithin) and within.limit == within.room.left == 500_000_000
     assert keeps_projections(policy(keep="projections", keep_gb=0.5)) and not keeps_projections(
@@ -246,3 +251,13 @@ def run_loss(model: nn.Module, inputs: Any) -> tuple[float, dict[str, torch.Tens
     loss = model(inputs).loss
     loss.backward()
     return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_shares_of_towers() -> None:
+    model = make_ours("omni")
+    set_checkpointing(model, CheckpointPolicy(share=1.0, shares={"audio": 0.0}))
+    stacks = {stack.part: stack for stack in model.modules() if isinstance(stack, BlockStack)}
+    policies = {part: stack.run_block for part, stack in stacks.items()}
+    assert all(isinstance(policy, CheckpointPolicy) for policy in policies.values())
+    kept = {part: len(policy.whole) for part, policy in policies.items()}
+    assert kept == {"text": 0, "vision": 0, "audio": len(stacks["audio"].layers)}
