@@ -30,15 +30,19 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, device: torch.
 
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """In place. Where the factor is of another dtype torch's lists are slow on a GPU; of large tensors that is the
-    kernel, of small ones the launch, which takes longer from Triton."""
-    alone = tensors[0].is_cuda and tensors[0].dtype != factor.dtype
-    large = [tensor for tensor in tensors if alone and tensor.numel() >= LARGE and tensor.is_contiguous()]
-    chosen = {id(tensor) for tensor in large}
-    for tensor in large:
-        kernel("triton_scale:scale")(tensor, factor)
-    if small := [tensor for tensor in tensors if id(tensor) not in chosen]:
-        torch._foreach_mul_(small, factor)
+    """In place, rounded once. Where the factor is of another dtype torch's lists round it, too, on a GPU, and are slow;
+    of large tensors that is the kernel, of small ones the launch, which takes longer from Triton."""
+    if not tensors[0].is_cuda or tensors[0].dtype == factor.dtype:
+        torch._foreach_mul_(tensors, factor)
+        return
+    by = factor.view(1)  # one without dimensions would be taken in the tensor's dtype
+    for tensor in tensors:
+        if tensor.numel() >= LARGE and tensor.is_contiguous():
+            kernel("triton_scale:scale")(tensor, factor)
+        elif tensor.ndim:
+            torch.mul(tensor, by, out=tensor)
+        else:
+            torch.mul(tensor.view(1), by, out=tensor.view(1))
 
 
 @torch.no_grad()
