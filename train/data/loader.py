@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from schemas.errors import ConfigError, OmniloomError
-from train.config import BatchConfig, DataConfig
+from train.config import BatchConfig, DataConfig, DataloaderConfig
 from train.data.batch import Batch, DeadSample
 from train.data.device import DevicePrefetcher
 from train.data.fetch import ShardFetcher, Wanted
@@ -34,6 +34,7 @@ from train.data.sources import OpenSource
 from train.data.worker_context import worker_context
 
 STATE_VERSION = 1
+LEAST_AHEAD = 2  # micro-batches of each worker
 
 log = logging.getLogger("omniloom.train")
 
@@ -179,7 +180,7 @@ class TrainLoader:
             if settings.start_method == "forkserver":
                 context.set_forkserver_preload([BatchMaker.__module__])  # imported once for all workers
             workers = {
-                "prefetch_factor": settings.prefetch_factor,
+                "prefetch_factor": made_ahead(settings, self.mine.micro_steps),
                 "multiprocessing_context": context,
                 "timeout": settings.timeout_s,
             }
@@ -195,6 +196,13 @@ class TrainLoader:
             **workers,
         )
         return DevicePrefetcher(_batches(loader, fetcher), self.device, self.assets, settings.device_prefetch)
+
+
+def made_ahead(settings: DataloaderConfig, micro_steps: int) -> int:
+    """Micro-batches that each worker makes ahead: by default those of a whole step, which the trainer takes at once."""
+    if settings.prefetch_factor is not None:
+        return settings.prefetch_factor
+    return max(LEAST_AHEAD, -(-micro_steps // max(1, settings.num_workers)))
 
 
 def rollouts_of(sources: Sequence[OpenSource]) -> dict[str, str]:

@@ -23,10 +23,10 @@ import torch
 from schemas.errors import ConfigError, OmniloomError, VerificationError
 from tests.train.data.loader_driver import BATCH, EPOCHS, make_setup
 from tests.train.data.loading import Setup, data_config, keys_of, omni_assets, write_clips, write_even_mix, write_text
-from train.config import BatchConfig
+from train.config import BatchConfig, DataloaderConfig
 from train.data import device
 from train.data.batch import Batch
-from train.data.loader import _batches
+from train.data.loader import _batches, made_ahead
 from train.data.prepare import open_data, plan_notes
 from train.data.rank_plan import DataRank
 
@@ -335,6 +335,13 @@ def test_wait_is_measured(setup: Setup) -> None:
     steps = list(islice(loader, 2))
     assert 0 < sum(step.wait_s for step in steps) == pytest.approx(loader.wait_s)
     assert np.isfinite(loader.wait_s)
+
+
+@pytest.mark.parametrize(
+    ("workers", "factor", "micro_steps", "each"), [(2, None, 8, 4), (2, None, 1, 2), (3, None, 8, 3), (2, 1, 8, 1)]
+)
+def test_workers_make_a_step_ahead(workers: int, factor: int | None, micro_steps: int, each: int) -> None:
+    assert made_ahead(DataloaderConfig(num_workers=workers, prefetch_factor=factor), micro_steps) == each
 
 
 def test_batches_of_workers_hold_no_file_descriptors_and_a_killed_worker_is_told(setup: Setup) -> None:
