@@ -23,11 +23,21 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("communication", r"^nccl|^gloo|^c10d"),
     ("products of experts", r"gate_up_kernel|down_backward_kernel|weight_gradient_kernel|^rows_kernel"),
     ("rows of experts", r"_spread_kernel|_gather_sum_kernel|_weight_sums_kernel|_tiles_kernel|_rows_kernel|sort|topk"),
-    ("attention", r"flash|fmha|attn|attention|cudnn_generated|sdpa"),
-    ("optimizer", r"adamw|_average_kernel|_change_kernel|_symmetric_kernel|_update_kernel|multi_tensor|lpnorm"),
+    (
+        "attention",
+        r"flash|fmha|attn|attention|cudnn_generated|sdpa|^forward_kernel|y_gradients?_kernel|dot_do_o|dq_to_16",
+    ),
+    (
+        "optimizer",
+        r"adamw|_average_kernel|_change_kernel|_symmetric_kernel|_update_kernel|_divide_kernel|_scale_kernel|multi_tensor"
+        r"|lpnorm|NormTwo",
+    ),
     ("dense products", r"gemm|nvjet|cutlass|cublas|xmma|splitK|aten::(mm|addmm|bmm|baddbmm|_grouped_mm)"),
     ("copies and casts", r"memcpy|memset|copy|CatArray|chunk_cat|split_with_sizes|aten::(cat|_to_copy|fill_|zero_)"),
-    ("norms, rope, loss", r"_forward_kernel|_backward_kernel|_losses_kernel|_multiply_kernel|layer_norm|LayerNorm"),
+    (
+        "norms, rope, loss",
+        r"_forward_kernel|_backward_kernel|_losses_kernel|_multiply_kernel|layer_norm|LayerNorm|GammaBeta|_turn_kernel",
+    ),
     ("element-wise", r"elementwise|vectorized|reduce|index|gather|scatter|softmax|triton_|aten::"),
 )
 

@@ -26,7 +26,8 @@ def test_drawn_documents_have_their_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_real_documents_are_mostly_pictures_and_sound(kind: str) -> None:
     document = DOCUMENTS[kind]
-    assert 0.9 < document.media_tokens / document.tokens < 1
+    share = document.media_tokens / document.tokens
+    assert 0.45 < share < 0.5 if kind.endswith("half") else 0.9 < share < 1
 
 
 def test_model_has_the_size_of_the_released_one(tmp_path: Path) -> None:
@@ -77,6 +78,12 @@ def test_profile_counts_gaps_and_groups() -> None:
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<>", "copies and casts"),
         ("_symmetric_kernel", "optimizer"),
+        ("_scale_kernel", "optimizer"),
+        ("key_gradients_kernel", "attention"),
+        ("query_gradient_kernel", "attention"),
+        ("forward_kernel", "attention"),
+        ("_forward_kernel", "norms, rope, loss"),
+        ("weight_gradient_kernel", "products of experts"),
         ("void at::native::vectorized_elementwise_kernel<4>", "element-wise"),
         ("Memcpy DtoD (Device -> Device)", "copies and casts"),
     ],
