@@ -62,8 +62,9 @@ class GatheredExperts:
         """[S, H] of rows, or of what `start` made of them; see `train.ops.moe`."""
         sent = self.start(x) if isinstance(x, Tensor) else x
         gate_up, down = local_part(gate_up), local_part(down)
-        every_weight: Tensor = _GatherRows.apply(self._filled(weights), self.group, None)
-        ids = self._own(gather_rows(self._filled(expert_ids, NO_EXPERT), self.group), len(gate_up))
+        choices = self._filled(weights), self._filled(expert_ids, NO_EXPERT)
+        every_weight, every_id = _GatherChoices.apply(*choices, self.group)
+        ids = self._own(every_id, len(gate_up))
         if sent.arrival is not None:
             sent.arrival.wait()  # the device, for the device
         made = self.compute(sent.every, ids, every_weight, gate_up, down, local_lora(lora, self.rank, len(gate_up)))
@@ -83,13 +84,11 @@ class GatheredExperts:
 
 class _GatherRows(torch.autograd.Function):
     """Rows of all ranks, in their order; the gradient is summed over the ranks that made parts of it. begun: takes what
-    the rows' arrival can be awaited by; None = they are there when this returns."""
+    the rows' arrival can be awaited by."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, begun: list[Work | None] | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, begun: list[Work | None]) -> Tensor:
         ctx.group = group
-        if begun is None:
-            return gather_rows(x, group)
         every = x.new_empty((group.size() * len(x), *x.shape[1:]))
         begun.append(all_gather(every, x.contiguous(), group, wait=False))
         return every
@@ -97,6 +96,23 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return sum_parts(gradients[0], ctx.group), None, None
+
+
+class _GatherChoices(torch.autograd.Function):
+    """Weights float32 [P * R, k] and ids int64 [P * R, k] of all ranks, in one message: both are small."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, ids: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.dtype = group, weights.dtype
+        packed = torch.cat([weights.float().view(torch.int32), ids.to(torch.int32)], 1)
+        every_weight, every_id = gather_rows(packed, group).chunk(2, 1)
+        ids = every_id.long()
+        ctx.mark_non_differentiable(ids)
+        return every_weight.contiguous().view(torch.float32), ids
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return sum_parts(gradients[0], ctx.group).to(ctx.dtype), None, None
 
 
 class _SumParts(torch.autograd.Function):
