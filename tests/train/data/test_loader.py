@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -253,15 +252,12 @@ def test_three_rows_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """With a path that leaves room for the name of a socket, which may have some hundred characters."""
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        yield Path(folder)
-
-
-def test_nothing_is_left_behind_by_a_killed_run(folder: Path, tmp_path: Path, short_folder: Path) -> None:
+def test_nothing_is_left_behind_by_a_killed_run(
+    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """No shared memory and no lock file stays, so nothing has to be cleaned before the next run."""
+    short_folder = tmp_path_factory.getbasetemp().parent / "t"  # leaves room for the name of a socket
+    short_folder.mkdir(exist_ok=True)
     for name in ("clips", "text"):
         (tmp_path / name).symlink_to(folder / name)
     run = _drive(tmp_path, 1, 2, TMPDIR=str(short_folder))
