@@ -91,12 +91,12 @@ class MultimodalConfig(Strict):
 
 class DataloaderConfig(Strict):
     """Worker processes of each rank. num_workers: 0 = in the trainer's own process; prefetch_factor: micro-batches that
-    each worker makes ahead; device_prefetch: micro-batches that are copied to the device ahead; pin_memory: null = when
-    there is a GPU; start_method: of the workers; timeout_s: without a micro-batch for so long is an error, 0 = wait for
-    ever."""
+    each worker makes ahead, null = all workers together those of a step, and 2 at least; device_prefetch: micro-batches
+    that are copied to the device ahead; pin_memory: null = when there is a GPU; start_method: of the workers;
+    timeout_s: without a micro-batch for so long is an error, 0 = wait for ever."""
 
     num_workers: NotNegative = 2
-    prefetch_factor: Positive = 2
+    prefetch_factor: Positive | None = None
     device_prefetch: Positive = 1
     pin_memory: bool | None = None
     start_method: Literal["forkserver", "spawn"] = "forkserver"
@@ -167,15 +167,17 @@ class OpsImplementationConfig(Strict):
     kernels in the towers, torch_varlen in the text model), flex_attention, sdpa or eager; moe_implementation: of the
     experts, fused_triton, grouped_mm or eager;
     cross_entropy_loss_implementation: of the head with its loss, fused_triton, chunk_loss or eager;
-    rms_norm_implementation: triton, compile or eager; rotary_pos_emb_implementation: with the norms of q and k,
+    rms_norm_implementation: triton, compile or eager; layer_norm_implementation: of the vision and audio towers,
+    triton, compile or eager, auto = eager; rotary_pos_emb_implementation: with the norms of q and k,
     triton, compile or eager; rotary_pos_emb_vision_implementation: triton, compile or eager;
-    swiglu_mlp_implementation: triton, compile or eager; load_balancing_loss_implementation: of the router's statistics,
-    triton, compile or eager."""
+    swiglu_mlp_implementation: triton, compile or eager; load_balancing_loss_implementation: of the router's choice of
+    experts, for which auto = eager, and its statistics, triton, compile or eager."""
 
     attn_implementation: str = AUTO
     moe_implementation: str = AUTO
     cross_entropy_loss_implementation: str = AUTO
     rms_norm_implementation: str = AUTO
+    layer_norm_implementation: str = AUTO
     rotary_pos_emb_implementation: str = AUTO
     rotary_pos_emb_vision_implementation: str = AUTO
     swiglu_mlp_implementation: str = AUTO

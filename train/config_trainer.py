@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from train.config_optimizer import OptimizerConfig as OptimizerConfig
-from train.config_types import NotNegative, NotNegativeFloat, Positive, Share, Strict
+from train.config_types import Gigabytes, NotNegative, Positive, Share, Strict
 
 
 class MixedPrecisionConfig(Strict):
@@ -49,7 +49,7 @@ class OffloadConfig(Strict):
     backward pass, copied while blocks compute; activation_gpu_limit: GB of them that stay on each GPU."""
 
     enable_activation: bool = False
-    activation_gpu_limit: NotNegativeFloat = 0.0
+    activation_gpu_limit: Gigabytes = 0.0
 
 
 class AcceleratorConfig(Strict):
@@ -79,16 +79,23 @@ class AcceleratorConfig(Strict):
 class GradientCheckpointingConfig(Strict):
     """Memory for time. enable: blocks keep their inputs only and run again in the backward pass; keep: attention = they
     keep the results of attention, too, which then is not computed again, projections = also those of the linear layers
-    around it, inputs = nothing else; keep_gb: GB of such results that each GPU keeps at most, those of later blocks are
-    computed again, null = all; share: of the blocks that run again, evenly spread; the others keep everything;
-    vision_share, audio_share: the same of the towers, null = share."""
+    around it, inputs = nothing else; keep_gb: GB of results of attention and projections that each GPU keeps at most,
+    those of the text model before those of towers, what does not fit is computed again, null = all; share: how many of
+    the blocks run again, from 0 to 1, evenly spread; the others keep everything; vision_share: share of the vision
+    tower's blocks that run again, null = share; audio_share: of the sound tower's, null = share."""
 
     enable: bool = True
     keep: Literal["inputs", "attention", "projections"] = "inputs"
-    keep_gb: NotNegativeFloat | None = None
+    keep_gb: Gigabytes | None = None
     share: Share = 1.0
     vision_share: Share | None = None
     audio_share: Share | None = None
+
+    @model_validator(mode="after")
+    def _has_something_to_limit(self) -> GradientCheckpointingConfig:
+        if self.keep_gb is not None and self.keep == "inputs":
+            raise ValueError("keep_gb limits the results that keep names, which is inputs; write keep: attention")
+        return self
 
 
 class CheckpointConfig(Strict):

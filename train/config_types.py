@@ -10,6 +10,7 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Gigabytes = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]  # of 10^9 bytes
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -16,17 +16,20 @@ HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class RunLock:
-    """Holds a folder until it is released or this process ends, however it ends. POSIX record locks: they belong to a
-    process, loader processes that outlive it do not keep them, and most network file systems know them. note: what is
-    to be told where the file system has no locks, or None."""
+    """Holds a folder until it is released or this process ends, however it ends. The lock is one of the open file,
+    which processes that this one starts do not inherit; most network file systems know such locks. note: what is to be
+    told where the file system has none, or None."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder. ConfigError: another process trains there."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Makes the folder. ConfigError: another run trains there, or the folder cannot be written to."""
         self.note: str | None = None
-        self._file: IO[str] = (folder / LOCK_FILE).open("a+")
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = (folder / LOCK_FILE).open("a+")
+        except OSError as error:
+            raise ConfigError(f"train.checkpoint.output_dir: {folder} cannot be written to: {error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
                 self._file.seek(0)

@@ -122,6 +122,9 @@ class BaseTrainer(TrainerParts):
         except BaseException as error:
             self._tell(error)
             raise
+        finally:
+            if self.run_lock is not None:
+                self.run_lock.release()
         return self.state
 
     def evaluate(self) -> dict[str, float]:

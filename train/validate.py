@@ -147,7 +147,9 @@ def _check_ops(config: OmniConfig, found: Findings) -> None:
     device = Device("cuda", torch.cuda.get_device_capability() if here else GPU_CAPABILITY)
     dtype = config.train.accelerator.fsdp_config.mixed_precision.compute_dtype
     chosen = resolve(config.model.ops_implementation.model_dump(), device, dtype)
-    said = ", ".join(f"{OPS[op].key.removesuffix('_implementation')} {name}" for op, name in chosen.items())
+    # operations may share a key
+    keys = {OPS[op].key.removesuffix("_implementation"): name for op, name in chosen.items()}
+    said = ", ".join(f"{key} {name}" for key, name in keys.items())
     found.add("operations on this GPU" if here else "operations on a Hopper GPU", said)
 
 

@@ -1,4 +1,5 @@
-"""Norms, rotary embeddings and SwiGLU: forward passes as a share of the copy rate of the same run."""
+"""Norms, rotary embeddings and SwiGLU: forward passes as a share of the copy rate of the same run; LayerNorm and the
+router's choice of experts beside torch's operations, too."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from jobs.bench.claims import Claim, at_least
 from jobs.bench.kernel_peers import find
 from jobs.bench.kernel_timing import Run, copy_rate, milliseconds
+from train.ops import layer_norm, router, triton_layer_norm, triton_router
 from train.ops.triton_norm import rms_norm
 from train.ops.triton_rope import qk_norm_rope
 from train.ops.triton_swiglu import swiglu
@@ -17,6 +19,8 @@ from train.ops.triton_vision_rope import vision_rope
 
 TOKENS, HIDDEN, EPS = 32768, 2048, 1e-6
 NORM_SHARE, SWIGLU_SHARE, ROPE_SHARE, OVER_APART = 85.0, 97.0, 88.0, 1.7
+PATCHES, WIDTH = 56160, 1152  # of a vision tower
+ROWS, EXPERTS, CHOSEN = 16384, 128, 8  # of a router
 
 
 def claims(quick: bool) -> list[Claim]:
@@ -24,7 +28,7 @@ def claims(quick: bool) -> list[Claim]:
     found = [Claim("copy rate", round(copy_rate(), 3), "TB/s", "", None, "2 GiB, bytes read and written")]
     with torch.no_grad():
         found += [*norm_claims(), *rope_claims(), *swiglu_claims()]
-    return [*found, *backward_claims()]
+    return [*found, *backward_claims(), *layer_norm_claims(), *router_claims()]
 
 
 def draw(*shape: int) -> Tensor:
@@ -131,4 +135,56 @@ def backward_claims() -> list[Claim]:
             return torch.autograd.grad(run(*leaves), leaves, gradients)
 
         found.append(share(f"{name}, forward + backward, of the copy rate", both, moved, None)[0])
+    return found
+
+
+def layer_norm_claims() -> list[Claim]:
+    """Of a tower: each way with and without the residual sum, beside torch's LayerNorm and addition."""
+    leaves = [draw(*shape).requires_grad_() for shape in ((PATCHES, WIDTH), (WIDTH,), (WIDTH,), (PATCHES, WIDTH))]
+    given = [draw(PATCHES, WIDTH) for _ in range(2)]
+    size = 2 * leaves[0].numel()  # bytes of a tensor
+
+    def forward(norm: Callable[..., tuple[Tensor, Tensor]], residual: bool) -> Run:
+        flat = [leaf.detach() for leaf in leaves]
+        return lambda: norm(*flat[:3], EPS, flat[3] if residual else None)
+
+    def both(norm: Callable[..., tuple[Tensor, Tensor]], residual: bool) -> Run:
+        wanted = leaves if residual else leaves[:3]
+        return lambda: torch.autograd.grad(norm(*leaves[:3], EPS, leaves[3] if residual else None), wanted, given)
+
+    found = []
+    for residual in (False, True):
+        name = f"LayerNorm [{PATCHES}, {WIDTH}]{' with the residual sum' if residual else ''}"
+        # what one kernel each way has to read and write: x (residual), y (sum); sum, both gradients, dx
+        forward_moved = (4 if residual else 2) * size
+        for case, way, moved in (
+            (forward, "forward", forward_moved),
+            (both, "forward + backward", forward_moved + 4 * size),
+        ):
+            claim, ours = share(
+                f"{name}, {way}, of the copy rate", case(triton_layer_norm.layer_norm, residual), moved, None
+            )
+            eager = milliseconds(case(layer_norm.layer_norm, residual), graph=True)
+            said = f"{ours:.3f} ms, torch {eager:.3f} ms"
+            found += [claim, Claim(f"{name}, {way}: torch / ours", round(eager / ours, 2), "x", "", None, said)]
+    return found
+
+
+def router_claims() -> list[Claim]:
+    """The choice of experts, forward and with its backward pass: in a CUDA graph, and as the host launches it."""
+    logits, given = draw(ROWS, EXPERTS).requires_grad_(), torch.randn(ROWS, CHOSEN, device="cuda")
+
+    def forward(choose: Callable[..., tuple[Tensor, Tensor]]) -> Run:
+        return lambda: choose(logits.detach(), CHOSEN, True)
+
+    def both(choose: Callable[..., tuple[Tensor, Tensor]]) -> Run:
+        return lambda: torch.autograd.grad(choose(logits, CHOSEN, True)[0], logits, given)
+
+    found = []
+    for name, case in (("forward", forward), ("forward + backward", both)):
+        for graph in (True, False):
+            ours, eager = (milliseconds(case(module.topk_softmax), graph=graph) for module in (triton_router, router))
+            title = f"router's choice, {CHOSEN} of {EXPERTS}, {name}{'' if graph else ', with launches'}: eager / ours"
+            said = f"{ROWS} rows in bfloat16: {ours * 1000:.0f} us, eager {eager * 1000:.0f} us"
+            found.append(Claim(title, round(eager / ours, 2), "x", "", None, said))
     return found

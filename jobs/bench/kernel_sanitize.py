@@ -21,12 +21,13 @@ from torch import Tensor
 from train.ops.linear_cross_entropy import IGNORED
 from train.ops.lora_types import ExpertLora
 from train.ops.triton_adamw import adamw
+from train.ops.triton_layer_norm import layer_norm
 from train.ops.triton_linear_cross_entropy import linear_cross_entropy
 from train.ops.triton_moe import moe_experts
 from train.ops.triton_muon import average, change, divide
 from train.ops.triton_norm import rms_norm
 from train.ops.triton_rope import qk_norm_rope
-from train.ops.triton_router import router_statistics
+from train.ops.triton_router import router_statistics, topk_softmax
 from train.ops.triton_swiglu import swiglu
 from train.ops.triton_symmetric import gram_columns, symmetric
 from train.ops.triton_vision_rope import vision_rope
@@ -109,6 +110,16 @@ def rms() -> Found:
     return found
 
 
+def layer() -> Found:
+    """LayerNorm likewise; rows of one part, and of two with a tail that is full and one that is not."""
+    found: Found = []
+    for rows, width in ((37, 1152), (11, 1999), (70, 72), (70, 20)):
+        x, residual, weight, bias = draw(rows, width), draw(rows, width), draw(width), draw(width)
+        found += backward(layer_norm(x, weight, bias, 1e-6)[:1], [x, weight, bias])
+        found += backward(layer_norm(x, weight, bias, 1e-6, residual), [x, residual, weight, bias])
+    return found
+
+
 def rotary() -> Found:
     """With both norms, with one and with a rest of the head that is not turned; the towers' on views."""
     found: Found = []
@@ -123,11 +134,15 @@ def rotary() -> Found:
 
 
 def pointwise() -> Found:
-    """SwiGLU of dense tensors and of halves; the router's statistics with rows that do not count."""
+    """SwiGLU of dense tensors and of halves; the router's choice and its statistics with rows that do not count."""
     gate, up, joint = draw(33, 769), draw(33, 769), draw(33, 2 * 72)
     found = backward((swiglu(gate, up),), [gate, up])
     found += backward((swiglu(*joint.chunk(2, -1)),), [joint])
     logits, ids = draw(301, 128), torch.rand(301, 128).topk(8).indices.to(DEVICE)
+    for experts, k, normalize in ((128, 8, True), (128, 8, False), (60, 3, True)):
+        some = draw(301, experts)
+        weights, chosen = topk_softmax(some, k, normalize)
+        found += [chosen, *backward((weights,), [some])]
     counts, sums = router_statistics(logits, ids, 290)
     return [*found, counts, *backward((sums,), [logits])]
 
@@ -154,7 +169,7 @@ def optimizers() -> Found:
 
 
 PARTS: dict[str, Callable[[], Found]] = {
-    "rms": rms, "rotary": rotary, "pointwise": pointwise, "loss": loss, "moe": moe, "lora": lora,
+    "rms": rms, "layer": layer, "rotary": rotary, "pointwise": pointwise, "loss": loss, "moe": moe, "lora": lora,
     "optimizers": optimizers,
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ def test_the_smallest_configuration_has_the_documented_defaults() -> None:
     source = found.sources[0]
     assert (source.label, source.weight, source.source_name) == ("packed", 1.0, None)
     assert (found.max_seq_len, found.lanes, found.dead_samples, found.processor_path) == (16384, 64, "fail", None)
-    assert (found.dataloader.num_workers, found.dataloader.prefetch_factor) == (2, 2)
+    assert (found.dataloader.num_workers, found.dataloader.prefetch_factor) == (2, None)
     assert found.mm_configs.use_audio_in_video
     assert (found.cache.dir, found.cache.limit_gb) == (None, None)
     batch = BatchConfig()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from schemas.errors import ConfigError, UnsupportedError
 from schemas.geometry import MEL_WINDOW, TOKENS_PER_WINDOW
 from train.models.checkpointing import BlockStack
+from train.models.layer_norm import LayerNorm
 from train.models.rope import to_device
 from train.models.vision import activation
 from train.ops.registry import Ops
@@ -26,6 +27,7 @@ from train.ops.segments import Segments
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+NORM_EPS = 1e-5
 LONGEST_PERIOD = 10000.0  # of the sinusoids
 
 
@@ -66,17 +68,18 @@ class AudioBlock(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
-        self.self_attn_layer_norm = nn.LayerNorm(config.d_model)
+        self.self_attn_layer_norm = LayerNorm(config.d_model, NORM_EPS, ops)
         self.self_attn = AudioAttention(config, ops)
-        self.final_layer_norm = nn.LayerNorm(config.d_model)
+        self.final_layer_norm = LayerNorm(config.d_model, NORM_EPS, ops)
         self.fc1 = nn.Linear(config.d_model, config.encoder_ffn_dim)
         self.fc2 = nn.Linear(config.encoder_ffn_dim, config.d_model)
         self.act = activation(config.activation_function, "audio_config")
 
     def forward(self, hidden: Tensor, segments: Segments) -> Tensor:
         """[m, C] of rows [m, C]."""
-        hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), segments)
-        return hidden + self.fc2(self.act(self.fc1(self.final_layer_norm(hidden))))
+        normed, hidden = self.self_attn_layer_norm(hidden)
+        normed, hidden = self.final_layer_norm(self.self_attn(normed, segments), hidden)
+        return hidden + self.fc2(self.act(self.fc1(normed)))
 
 
 class AudioTower(BlockStack):
@@ -97,7 +100,7 @@ class AudioTower(BlockStack):
         self.conv2d3 = nn.Conv2d(channels, channels, 3, 2, padding=1)
         self.conv_out = nn.Linear(channels * halved(halved(halved(self.num_mel))), width, bias=False)
         self.layers = nn.ModuleList(AudioBlock(config, ops) for _ in range(config.encoder_layers))
-        self.ln_post = nn.LayerNorm(width)
+        self.ln_post = LayerNorm(width, NORM_EPS, ops)
         self.proj1 = nn.Linear(width, width)
         self.act = activation(config.activation_function, "audio_config")
         self.proj2 = nn.Linear(width, config.output_dim)
@@ -116,7 +119,8 @@ class AudioTower(BlockStack):
         segments = Segments.from_lengths(self._windows(lengths), mel.device)
         for block in self.layers:
             hidden = self.run_block(block, hidden, segments)
-        out: Tensor = self.proj2(self.act(self.proj1(self.ln_post(hidden))))
+        normed, _ = self.ln_post(hidden)
+        out: Tensor = self.proj2(self.act(self.proj1(normed)))
         return out
 
     def dummy(self) -> tuple[Tensor, list[int]]:

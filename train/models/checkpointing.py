@@ -4,7 +4,7 @@ meantime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -111,23 +111,32 @@ class BlockStack(nn.Module):
 
 def set_checkpointing(model: nn.Module, policy: CheckpointPolicy | None) -> None:
     """Turns gradient checkpointing on for the blocks of the text model and of the towers, or off with None."""
-    for module in model.modules():
-        if isinstance(module, BlockStack):
-            module.run_block = run_plainly if policy is None else _of_stack(policy, module)
+    stacks = [module for module in model.modules() if isinstance(module, BlockStack)]
+    for stack in stacks:
+        stack.run_block = run_plainly if policy is None else _of_stack(policy, stack, stacks)
 
 
-def _of_stack(policy: CheckpointPolicy, stack: BlockStack) -> CheckpointPolicy:
+def _of_stack(policy: CheckpointPolicy, stack: BlockStack, stacks: Sequence[BlockStack]) -> CheckpointPolicy:
     found = policy.context_fn
     if isinstance(found, KeepWithin):
         # its attention over whole documents costs more than that of towers
-        found = replace(found, first=stack.part == "text")
-    return replace(policy, whole=_whole(stack, policy.shares.get(stack.part, policy.share)), context_fn=found)
+        text = [other for other in stacks if other.part == "text"]
+        again = any(_share(policy, other) and _blocks(other) for other in text)
+        found = replace(found, first=stack in text or not again)
+    return replace(policy, whole=_whole(stack, _share(policy, stack)), context_fn=found)
+
+
+def _share(policy: CheckpointPolicy, stack: BlockStack) -> float:
+    return policy.shares.get(stack.part, policy.share)
+
+
+def _blocks(stack: BlockStack) -> list[nn.ModuleList]:
+    return [blocks for blocks in stack.children() if isinstance(blocks, nn.ModuleList)]
 
 
 def _whole(stack: BlockStack, share: float) -> frozenset[nn.Module]:
     """The blocks of each list in a stack that are not computed again."""
     found: set[nn.Module] = set()
-    for blocks in stack.children():
-        if isinstance(blocks, nn.ModuleList):
-            found |= {block for n, block in enumerate(blocks) if int((n + 1) * share) == int(n * share)}
+    for blocks in _blocks(stack):
+        found |= {block for n, block in enumerate(blocks) if int((n + 1) * share) == int(n * share)}
     return frozenset(found)

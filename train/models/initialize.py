@@ -10,12 +10,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from train.models.layer_norm import LayerNorm
 from train.models.moe import Experts, Router
 from train.models.text import RMSNorm
 from train.models.vision import PatchProjection
 
 NORMAL = (nn.Linear, nn.Embedding, nn.Conv2d, PatchProjection, Experts, Router)
-NORMS = (nn.LayerNorm, RMSNorm)
+NORMS = (nn.LayerNorm, LayerNorm, RMSNorm)
 
 
 @dataclass(frozen=True)

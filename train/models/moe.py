@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Router(nn.Module):
     """Chooses the experts of each row: softmax over all experts, the k greatest, made to add up to 1 or left alone."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
         self.top_k: int = config.num_experts_per_tok
         if not 0 < self.top_k <= config.num_experts:
@@ -29,13 +29,12 @@ class Router(nn.Module):
         # the released Qwen3-VL-MoE has no such key and always divides
         self.normalize: bool = config.model_type.startswith("qwen3_vl_moe") or config.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.choose: Callable[..., tuple[Tensor, Tensor]] = ops.topk_softmax
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits [S, E], expert ids int64 [S, k], weights float32 [S, k]) of rows [S, H]."""
         logits = F.linear(x, self.weight)
-        weights, ids = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), self.top_k, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, ids = self.choose(logits, self.top_k, self.normalize)
         return logits, ids, weights
 
 
@@ -68,7 +67,7 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
-        self.gate = Router(config)
+        self.gate = Router(config, ops)
         self.experts = Experts(config, ops)
         self.statistics: Callable[..., tuple[Tensor, Tensor]] = ops.router_statistics
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from schemas.errors import ConfigError, UnsupportedError
 from train.models.checkpointing import BlockStack, Projection
 from train.models.inputs import Grid
+from train.models.layer_norm import LayerNorm
 from train.models.rope import RopeSpec, RotaryTable, vision_table
 from train.ops.registry import Ops
 from train.ops.segments import Segments
@@ -103,50 +104,51 @@ class VisionBlock(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.hidden_size, NORM_EPS)
+        self.norm1 = LayerNorm(config.hidden_size, NORM_EPS, ops)
         self.attn = VisionAttention(config, ops)
-        self.norm2 = nn.LayerNorm(config.hidden_size, NORM_EPS)
+        self.norm2 = LayerNorm(config.hidden_size, NORM_EPS, ops)
         self.mlp = VisionMLP(config)
 
     def forward(self, hidden: Tensor, rope: RotaryTable, segments: Segments) -> Tensor:
         """[P, C] of rows [P, C]."""
-        hidden = hidden + self.attn(self.norm1(hidden), rope, segments)
-        return hidden + self.mlp(self.norm2(hidden))
+        normed, hidden = self.norm1(hidden)
+        normed, hidden = self.norm2(self.attn(normed, rope, segments), hidden)
+        return hidden + self.mlp(normed)
 
 
 class VLMerger(nn.Module):
     """merge_size ** 2 patches -> one row of the text model, with Qwen3-VL's names. late_norm: normalises the joined
     patches instead of each one."""
 
-    def __init__(self, config: PreTrainedConfig, late_norm: bool) -> None:
+    def __init__(self, config: PreTrainedConfig, ops: Ops, *, late_norm: bool) -> None:
         super().__init__()
         self.joined: int = config.hidden_size * config.spatial_merge_size**2
         self.late_norm = late_norm
-        self.norm = nn.LayerNorm(self.joined if late_norm else config.hidden_size, NORM_EPS)
+        self.norm = LayerNorm(self.joined if late_norm else config.hidden_size, NORM_EPS, ops)
         self.linear_fc1 = nn.Linear(self.joined, self.joined)
         self.linear_fc2 = nn.Linear(self.joined, config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[P / merge_size ** 2, H] of patches [P, C]."""
-        joined = self.norm(x.reshape(-1, self.joined) if self.late_norm else x).reshape(-1, self.joined)
-        return self.linear_fc2(F.gelu(self.linear_fc1(joined)))
+        normed, _ = self.norm(x.reshape(-1, self.joined) if self.late_norm else x)
+        return self.linear_fc2(F.gelu(self.linear_fc1(normed.reshape(-1, self.joined))))
 
 
 class OmniMerger(nn.Module):
     """The same with Qwen3-Omni's names; `mlp.1`, the activation, has no weights."""
 
-    def __init__(self, config: PreTrainedConfig, late_norm: bool) -> None:
+    def __init__(self, config: PreTrainedConfig, ops: Ops, *, late_norm: bool) -> None:
         super().__init__()
         self.joined: int = config.hidden_size * config.spatial_merge_size**2
         self.late_norm = late_norm
-        self.ln_q = nn.LayerNorm(self.joined if late_norm else config.hidden_size, NORM_EPS)
+        self.ln_q = LayerNorm(self.joined if late_norm else config.hidden_size, NORM_EPS, ops)
         layers = [nn.Linear(self.joined, self.joined), nn.GELU(), nn.Linear(self.joined, config.out_hidden_size)]
         self.mlp = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """[P / merge_size ** 2, H] of patches [P, C]."""
-        joined = self.ln_q(x.reshape(-1, self.joined) if self.late_norm else x).reshape(-1, self.joined)
-        rows: Tensor = self.mlp(joined)
+        normed, _ = self.ln_q(x.reshape(-1, self.joined) if self.late_norm else x)
+        rows: Tensor = self.mlp(normed.reshape(-1, self.joined))
         return rows
 
 
@@ -172,7 +174,7 @@ class VisionTower(BlockStack):
         self.patch_embed = PatchEmbed(config)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config, ops) for _ in range(config.depth))
-        self.merger = merger(config, late_norm=False)
+        self.merger = merger(config, ops, late_norm=False)
 
     def deepstack_mergers(self) -> nn.ModuleList:
         """One per level, in the order of `deepstack_visual_indexes`."""
@@ -246,7 +248,9 @@ class VLVisionTower(VisionTower):
 
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__(config, ops, VLMerger)
-        self.deepstack_merger_list = nn.ModuleList(VLMerger(config, late_norm=True) for _ in self.deepstack_indexes)
+        self.deepstack_merger_list = nn.ModuleList(
+            VLMerger(config, ops, late_norm=True) for _ in self.deepstack_indexes
+        )
 
     def deepstack_mergers(self) -> nn.ModuleList:
         return self.deepstack_merger_list
@@ -257,7 +261,7 @@ class OmniVisionTower(VisionTower):
 
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__(config, ops, OmniMerger)
-        self.merger_list = nn.ModuleList(OmniMerger(config, late_norm=True) for _ in self.deepstack_indexes)
+        self.merger_list = nn.ModuleList(OmniMerger(config, ops, late_norm=True) for _ in self.deepstack_indexes)
 
     def deepstack_mergers(self) -> nn.ModuleList:
         return self.merger_list

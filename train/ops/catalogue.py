@@ -62,11 +62,12 @@ def _flash(package: str, low: tuple[int, int], high: tuple[int, int] | None = No
     return Needs("cuda", low, high, (package,), HALF)
 
 
-def _pointwise(op: str, module: str, triton_module: str) -> tuple[Backend, ...]:
+def _pointwise(op: str, module: str, triton_module: str, *, measured: bool = True) -> tuple[Backend, ...]:
+    """measured: on a GPU; what was not is there to be chosen, but `auto` goes on with torch's operations."""
     return (
         Backend("triton", f"train.ops.{triton_module}:{op}", 0, TRITON),
         Backend("compile", f"train.ops.compiled:{op}", 10, COMPILE),
-        Backend("eager", f"train.ops.{module}:{op}", 20),
+        Backend("eager", f"train.ops.{module}:{op}", 20 if measured else -1),
     )
 
 
@@ -136,9 +137,18 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
         ),
     ),
     "rms_norm": ("rms_norm_implementation", _pointwise("rms_norm", "norm", "triton_norm")),
+    "layer_norm": (
+        "layer_norm_implementation",
+        _pointwise("layer_norm", "layer_norm", "triton_layer_norm", measured=False),
+    ),
     "qk_norm_rope": ("rotary_pos_emb_implementation", _pointwise("qk_norm_rope", "rope", "triton_rope")),
     "vision_rope": ("rotary_pos_emb_vision_implementation", _pointwise("vision_rope", "rope", "triton_vision_rope")),
     "swiglu": ("swiglu_mlp_implementation", _pointwise("swiglu", "swiglu", "triton_swiglu")),
+    # both of the router, with one key
+    "topk_softmax": (
+        "load_balancing_loss_implementation",
+        _pointwise("topk_softmax", "router", "triton_router", measured=False),
+    ),
     "router_statistics": (
         "load_balancing_loss_implementation",
         _pointwise("router_statistics", "router", "triton_router"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from train.ops import layer_norm as layer
 from train.ops import norm, rope, router
 from train.ops import swiglu as gates
 
@@ -40,6 +41,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return y, x if residual is None else total
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `train.ops.layer_norm.layer_norm`."""
+    key = (x.shape[1:], x.dtype, residual is None)
+    y, total = compiled(layer.layer_norm, key)(x, weight, bias, eps, residual)
+    return y, x if residual is None else total
+
+
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -59,6 +69,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """As `train.ops.swiglu.swiglu`."""
     out: Tensor = compiled(gates.swiglu, (gate.shape[1:], gate.dtype))(gate, up)
     return out
+
+
+def topk_softmax(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """As `train.ops.router.topk_softmax`."""
+    key = (logits.shape[1], k, normalize, logits.dtype)
+    weights, ids = compiled(router.topk_softmax, key)(logits, k, normalize)
+    return weights, ids
 
 
 def router_statistics(logits: Tensor, expert_ids: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from train.ops.compiled import compiled
 from train.ops.lora_types import ExpertLora
 from train.ops.moe import eager
 
-MULTIPLE = 8  # the products on a GPU take rows of whole 16 bytes
+MULTIPLE = 8  # the products on a GPU, and those of 16 bits anywhere, take rows of whole 16 bytes
 
 
 class Routing(NamedTuple):
@@ -37,7 +37,8 @@ def grouped_mm(
     """As `train.ops.moe.eager`; float32, bfloat16 or float16; bfloat16 is compiled on a GPU."""
     if not x.shape[0]:
         return eager(x, expert_ids, weights, gate_up, down, lora)  # the products take no empty matrix
-    if x.is_cuda and (x.shape[1] % MULTIPLE or down.shape[2] % MULTIPLE):
+    narrow = x.is_cuda or x.element_size() < 4
+    if narrow and (x.shape[1] % MULTIPLE or down.shape[2] % MULTIPLE):
         raise UnsupportedError(
             f"moe_implementation grouped_mm takes multiples of {MULTIPLE}, not hidden size {x.shape[1]} and expert "
             f"width {down.shape[2]}; set model.ops_implementation.moe_implementation to eager"

@@ -210,9 +210,11 @@ class Ops:
     moe_experts: OpSlot
     linear_cross_entropy: OpSlot
     rms_norm: OpSlot
+    layer_norm: OpSlot
     qk_norm_rope: OpSlot
     vision_rope: OpSlot
     swiglu: OpSlot
+    topk_softmax: OpSlot
     router_statistics: OpSlot
 
     def describe(self) -> str:

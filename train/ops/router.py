@@ -1,9 +1,20 @@
-"""What the load-balancing loss of a router needs of one layer (Switch Transformer, arXiv:2101.03961, equations 4-6)."""
+"""A router's choice of experts, and what its load-balancing loss needs of one layer (Switch Transformer,
+arXiv:2101.03961, equations 4-6)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def topk_softmax(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, k], expert ids int64 [T, k]) of logits [T, E]: softmax over all experts in float32, the k
+    greatest in descending order, divided by their sum with normalize. The ids have no gradient. Which of two equal
+    probabilities comes first is left to torch.topk here; the backend triton takes the lower expert."""
+    weights, ids = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, ids
 
 
 def router_statistics(logits: Tensor, expert_ids: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,11 @@ def shard_experts(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> set[nn.Pa
     assert mesh.experts is not None, "experts are divided over a mesh"
     ranks, replicas = mesh.degrees.ep_fsdp, mesh.degrees.dp_replicate
     shards = mesh.experts["ep_replicate", "ep_fsdp"] if replicas > 1 else mesh.experts["ep_fsdp"]
-    alone = ranks == replicas == 1 and not config.offload
-    computes = getattr(torch, config.mixed_precision.compute_dtype)
+    precision = config.mixed_precision
+    computes = getattr(torch, precision.compute_dtype)
+    # FSDP would add up the micro-batches of a step in that dtype
+    wider = not config.sync_every_micro_batch and precision.enable and precision.reduce_dtype != precision.param_dtype
+    alone = ranks == replicas == 1 and not config.offload and not wider
     left: set[nn.Parameter] = set()
     for path, module in model.named_modules():
         if not isinstance(module, Experts):

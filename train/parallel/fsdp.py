@@ -1,6 +1,6 @@
 """FSDP2 around a model's blocks and its root: shards over ranks, replicas of shards (HSDP), or replicas alone (DDP).
 
-DDP is HSDP with shards of one rank: parameters stay whole, gradients are averaged, and mixed precision, accumulation,
+DDP is HSDP with shards of one rank: parameters stay whole, gradients are summed, and mixed precision, accumulation,
 clipping and checkpoints are the same code.
 """
 

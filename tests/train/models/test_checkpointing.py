@@ -35,6 +35,7 @@ from train.models.foundation import FoundationModel
 from train.models.inputs import text_inputs
 from train.models.text import TextBlock
 from train.models.vision import VisionBlock
+from train.ops.recorded import Room
 from train.ops.registry import Device, bind_ops, eager_ops
 from train.parallel.offload import ActivationOffload
 
@@ -208,7 +209,8 @@ def test_policy_of_a_configuration() -> None:
     assert keeps_projections(policy(keep="projections", keep_gb=0.5)) and not keeps_projections(
         policy(keep="attention")
     )
-    assert policy(keep="inputs", keep_gb=0.5) == CheckpointPolicy()
+    with pytest.raises(ConfigError, match="keep_gb limits the results that keep names, which is inputs"):
+        policy(keep_gb=0.5)
     found = policy(on)
     assert found is not None and isinstance(found.carry, ActivationOffload) and found.carry.gpu_bytes == 500_000_000
     with pytest.raises(ConfigError, match=r"enable_activation .* set train.gradient_checkpointing.enable to true"):
@@ -261,3 +263,16 @@ def test_shares_of_towers() -> None:
     assert all(isinstance(policy, CheckpointPolicy) for policy in policies.values())
     kept = {part: len(policy.whole) for part, policy in policies.items()}
     assert kept == {"text": 0, "vision": 0, "audio": len(stacks["audio"].layers)}
+
+
+@pytest.mark.parametrize(("shares", "first"), [({}, {"text"}), ({"text": 0.0}, {"text", "vision", "audio"})])
+def test_towers_come_first_where_the_text_model_keeps_everything(shares: dict[str, float], first: set[str]) -> None:
+    model = make_ours("omni")
+    set_checkpointing(model, CheckpointPolicy(KeepWithin(frozenset({"attention"}), 10, Room(10)), shares=shares))
+    found = {}
+    for stack in model.modules():
+        if isinstance(stack, BlockStack):
+            assert isinstance(stack.run_block, CheckpointPolicy)
+            assert isinstance(stack.run_block.context_fn, KeepWithin)
+            found[stack.part] = stack.run_block.context_fn.first
+    assert {part for part, comes_first in found.items() if comes_first} == first

@@ -153,6 +153,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return total / torch.sqrt((total**2).sum(-1, keepdim=True) / total.shape[-1] + eps) * weight, total
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    deviation = total - total.sum(-1, keepdim=True) / total.shape[-1]
+    variance = (deviation**2).sum(-1, keepdim=True) / total.shape[-1]
+    return deviation / torch.sqrt(variance + eps) * weight + bias, total
+
+
 def rope(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     if weight is not None:
         x = rms_norm(x, weight, eps)[0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.ops import chunk_loss, moe_grouped_mm, norm, rope, router, swiglu
+from train.ops import chunk_loss, layer_norm, moe_grouped_mm, norm, rope, router, swiglu
 from train.ops.compiled import compiled
 
 ROWS = [7, 9, 33]
@@ -88,12 +88,20 @@ def test_each_key_has_compilations_of_its_own() -> None:
 
 POINTWISE: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]] = {
     "rms_norm": (norm.rms_norm, lambda n: (random(n, 8), random(8), 1e-6, random(n, 8) * 2)),
+    "layer_norm": (
+        layer_norm.layer_norm,
+        lambda n: (random(n, 8), random(8), random(8) * 2, 1e-6, random(n, 8) * 2),
+    ),
     "qk_norm_rope": (
         rope.qk_norm_rope,
         lambda n: (random(n, 4, 8), random(n, 2, 8), random(8), random(8) * 2, random(n, 4), random(n, 4) * 2, 1e-6),
     ),
     "vision_rope": (rope.vision_rope, lambda n: (random(n, 4, 8), random(n, 4, 8) * 2, random(n, 4), random(n, 4) * 2)),
     "swiglu": (swiglu.swiglu, lambda n: (random(n, 8), random(n, 8) * 2)),
+    "topk_softmax": (
+        lambda logits: router.topk_softmax(logits, 2, True)[0],
+        lambda n: (random(n, 5),),
+    ),
     "router": (router.all_rows, lambda n: (random(n, 5), random(n, 5).topk(2).indices)),
 }
 

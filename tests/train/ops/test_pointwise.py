@@ -35,6 +35,20 @@ def check_rms_norm(name: str, shape: tuple[int, ...], residual: bool, **options:
     )
 
 
+def check_layer_norm(name: str, shape: tuple[int, ...], residual: bool, **options: Any) -> None:
+    function = OPS["layer_norm"].backends[name].load()
+    width = shape[-1]
+    tensors = {"x": random(*shape) + 2, "weight": 1 + 0.1 * random(width), "bias": random(width, seed=2)}
+    if residual:
+        tensors["residual"] = random(*shape, seed=1)
+    float64.compare(
+        lambda **given: function(**given, eps=1e-6),
+        lambda **given: float64.layer_norm(**given, eps=1e-6),
+        tensors,
+        **options,
+    )
+
+
 def check_rope(name: str, heads: tuple[int, int], size: int, pairs: int, norm: bool, rows: int, **options: Any) -> None:
     function = OPS["qk_norm_rope"].backends[name].load()
     tensors = {"q": random(rows, heads[0], size), "k": random(rows, heads[1], size)} | angles(rows, pairs)
@@ -99,8 +113,17 @@ def test_rms_norm(shape: tuple[int, ...], residual: bool, dtype: torch.dtype) ->
     check_rms_norm("eager", shape, residual, dtype=dtype)
 
 
-def test_rms_norm_without_a_residual_hands_its_input_on() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(1, 7), (5, 24), (2, 3, 16), (0, 8)], ids=str)
+def test_layer_norm(shape: tuple[int, ...], residual: bool, dtype: torch.dtype) -> None:
+    check_layer_norm("eager", shape, residual, dtype=dtype)
+
+
+def test_norms_without_a_residual_hand_their_input_on() -> None:
     x = random(3, 8)
+    weight = torch.ones(8, dtype=torch.float64)
+    assert OPS["layer_norm"].backends["eager"].load()(x, weight, weight, 1e-6)[1] is x
     assert OPS["rms_norm"].backends["eager"].load()(x, torch.ones(8), 1e-6)[1] is x
 
 
@@ -127,6 +150,11 @@ ON_GPU = {
     "rms_norm": lambda name: [
         check_rms_norm(name, shape, residual, dtype=torch.bfloat16, device="cuda")
         for shape in ((1, 64), (77, 2048), (3, 5, 128))
+        for residual in (False, True)
+    ],
+    "layer_norm": lambda name: [
+        check_layer_norm(name, shape, residual, dtype=torch.bfloat16, device="cuda")
+        for shape in ((1, 64), (77, 1152), (3, 5, 1280))
         for residual in (False, True)
     ],
     "qk_norm_rope": lambda name: [

@@ -45,9 +45,11 @@ def test_auto_on_a_cpu() -> None:
         "moe_experts": "grouped_mm",
         "linear_cross_entropy": "chunk_loss",
         "rms_norm": "eager",
+        "layer_norm": "eager",
         "qk_norm_rope": "eager",
         "vision_rope": "eager",
         "swiglu": "eager",
+        "topk_softmax": "eager",
         "router_statistics": "eager",
     }
 
@@ -81,9 +83,18 @@ def test_order_of_the_others() -> None:
     assert on_turing["moe_experts"] == "grouped_mm"
     assert on_turing["rms_norm"] == "compile"
     assert on_hopper["moe_experts"] == on_hopper["linear_cross_entropy"] == "fused_triton"
-    assert {on_hopper[op] for op in ("rms_norm", "qk_norm_rope", "vision_rope", "swiglu", "router_statistics")} == {
-        "triton"
-    }
+    measured = ("rms_norm", "qk_norm_rope", "vision_rope", "swiglu", "router_statistics")
+    assert {on_hopper[op] for op in measured} == {"triton"}
+    assert {on_hopper[op] for op in ("layer_norm", "topk_softmax")} == {"eager"}
+    assert resolve({"layer_norm_implementation": "triton"}, HOPPER)["layer_norm"] == "triton"
+
+
+def test_operations_of_one_key_have_the_same_backends() -> None:
+    """Else a name that is right for one would be an error of the other."""
+    for entry in OPS.values():
+        shared = [other for other in OPS.values() if other.key == entry.key]
+        needs = [{name: b.needs for name, b in other.backends.items()} for other in shared]
+        assert all(found == needs[0] for found in needs), entry.key
 
 
 @pytest.mark.parametrize(

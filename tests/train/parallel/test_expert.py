@@ -26,7 +26,7 @@ from train.ops.lora_types import ExpertLora
 from train.ops.registry import eager_ops
 from train.parallel.apply import apply_parallel
 from train.parallel.expert import Copies, ExpertParallel, _collect, _spread
-from train.parallel.expert_apply import apply_expert_parallel, gathers
+from train.parallel.expert_apply import apply_expert_parallel, gathers, shard_experts
 from train.parallel.expert_gather import GatheredExperts
 
 EXPERTS, HIDDEN, INNER, CHOICES, RANK = 8, 16, 12, 3, 2
@@ -232,6 +232,34 @@ def test_experts_are_sharded_over_both_dimensions() -> None:
         ((8, 40, 48), "(Shard(dim=1), Shard(dim=0))", (4, 20, 48)),
         ((8, 40, 48), "(Replicate(), Shard(dim=1), Shard(dim=0))", (4, 40, 48)),
     ]
+
+
+def _left_alone() -> list[int]:
+    """How many parameters of experts FSDP leaves alone."""
+    rounded = {"mixed_precision": {"reduce_dtype": "bfloat16"}}
+    kinds: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.float32, FP32),
+        (torch.float32, FP32 | {"offload": True}),
+        (torch.float32, {}),  # computes in bfloat16
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"sync_every_micro_batch": False}),  # FSDP adds up in float32
+        (torch.bfloat16, rounded | {"sync_every_micro_batch": False}),
+    ]
+    found = []
+    for dtype, keys in kinds:
+        config = check_config({"fsdp_config": keys, "ep_size": dist.get_world_size()}, AcceleratorConfig)
+        mesh = Mesh.make(config, dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+        model = meta_model().to(dtype)
+        assert mesh.experts is not None
+        apply_expert_parallel(model, mesh.experts["ep"])
+        found.append(len(shard_experts(model, mesh, config.fsdp_config)))
+    return found
+
+
+def test_experts_that_need_no_fsdp_are_left_alone() -> None:
+    everything = sum(2 for module in meta_model().modules() if isinstance(module, Experts))
+    wanted = [everything, 0, 0, everything, 0, everything]
+    assert processes.run(2, _left_alone) == [wanted, wanted]
 
 
 def test_copies_are_spread_and_summed() -> None:
