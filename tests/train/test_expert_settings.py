@@ -17,7 +17,7 @@ from train.run_lock import RunLock
 from train.trainer import make_trainer
 
 
-class Reached(Exception):
+class ReachedError(Exception):
     """Where the test ends."""
 
 
@@ -51,11 +51,11 @@ def test_the_trainer_says_how_many_rows(
 
     def reached(*_: Any, **keys: Any) -> None:
         seen.update(keys)
-        raise Reached
+        raise ReachedError
 
     monkeypatch.setattr(trainer_build, "parallelize", reached)
     config = config_of(tmp_path, sources)
-    with pytest.raises(Reached):
+    with pytest.raises(ReachedError):
         make_trainer(config).build()
     assert seen["rows"] == config.rows_per_rank > 0
 
