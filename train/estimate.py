@@ -7,7 +7,7 @@ stays between forward and backward pass, and of the largest that is in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -24,6 +24,7 @@ from train.models.spec import fsdp_units
 from train.optim.build import STATE_DTYPES
 from train.optim.groups import names_without_decay
 from train.optim.muon_parameters import muon_names
+from train.parallel.expert_apply import gathers, needs_no_fsdp
 
 FLOAT32 = 4
 WORKSPACE = 1 << 30  # bytes of CUDA context, NCCL and libraries
@@ -88,7 +89,9 @@ def estimate_memory(
     in_blocks = {id(parameter) for _, block in blocks for parameter in block.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     root = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_blocks)
-    sizes = sorted((gathered_numel(block, degrees.ep) for _, block in blocks), reverse=True)
+    moved = [part for part in model.modules() if isinstance(part, Experts)]
+    left = {id(p) for part in moved for p in part.parameters(recurse=False) if _left_alone(p, degrees, train)}
+    sizes = sorted((gathered_numel(block, degrees.ep, left) for _, block in blocks), reverse=True)
     whole = sum(sizes) if not fsdp.reshard_after_forward else sum(sizes[:2])
     alone = degrees.world == 1 and itemsize == read_dtype(lora, train).itemsize and not fsdp.offload
     beside = 0 if (tower := getattr(model, "frozen_audio", None)) is None else tower.nbytes
@@ -99,8 +102,8 @@ def estimate_memory(
         parameters=sum(shard_bytes(parameter, degrees.fsdp) for parameter in model.parameters()),
         gradients=gradients,
         optimizer=averages(model, degrees, train),
-        gathered=(0 if alone else (root + whole) * itemsize + _reduced(model, blocks, degrees.ep)) + beside,
-        activations=activations(model, train, max_seq_len // degrees.ulysses, itemsize),
+        gathered=(0 if alone else (root + whole) * itemsize + _reduced(model, blocks, degrees.ep, left)) + beside,
+        activations=activations(model, train, max_seq_len // degrees.ulysses, itemsize, degrees.ep),
         workspace=WORKSPACE,
         offloaded=fsdp.offload,
     )
@@ -157,10 +160,16 @@ def numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def gathered_numel(module: nn.Module, ep: int) -> int:
-    """Elements that a rank gathers for a pass of it: all parameters, of experts its share."""
+def gathered_numel(module: nn.Module, ep: int, left: Collection[int] = ()) -> int:
+    """Elements that a rank gathers for a pass of it: all parameters, of experts its share. left: ids of those that FSDP
+    leaves alone."""
     experts = sum(numel(part) for part in module.modules() if isinstance(part, Experts))
-    return numel(module) - experts + experts // ep
+    here = sum(parameter.numel() for parameter in module.parameters() if id(parameter) in left)
+    return numel(module) - experts + (experts - here) // ep
+
+
+def _left_alone(parameter: nn.Parameter, degrees: Degrees, train: TrainConfig) -> bool:
+    return degrees.ep > 1 and needs_no_fsdp(degrees, train.accelerator.fsdp_config, parameter.dtype)
 
 
 def averages(model: AnyModel, degrees: Degrees, train: TrainConfig) -> int:
@@ -188,14 +197,18 @@ def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
     return rows * (parameter.numel() // parameter.shape[0]) if parameter.shape[0] else 0
 
 
-def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int) -> int:
+def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int, ep: int = 1) -> int:
     """Bytes of the text model's: of blocks that are computed again the input, and what attention and its projections
     made where it is kept, and all of one block; of others everything; and the logits of a chunk with their gradient.
-    Those of the towers are counted as if their tokens were the text model's."""
+    Those of the towers are counted as if their tokens were the text model's. ep: ranks that divide the experts; where
+    they gather rows, buffers are those of the rows of all."""
     config = model.config.get_text_config()
     row = config.hidden_size * itemsize
     rows, layers = tokens * train.micro_batch_size, config.num_hidden_layers
-    experts = getattr(config, "num_experts_per_tok", 0) * 3 * getattr(config, "moe_intermediate_size", 0) * itemsize
+    top_k = getattr(config, "num_experts_per_tok", 0)
+    experts = top_k * 3 * getattr(config, "moe_intermediate_size", 0) * itemsize
+    if ep > 1 and gathers(train.accelerator.expert_dispatch, ep, top_k, rows):
+        experts = ep * (experts + row)
     block = rows * (ACTIVATIONS_OF_A_BLOCK * row + experts)
     again = train.gradient_checkpointing
     if not again.enable:
@@ -219,12 +232,13 @@ def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int)
     return inputs + results + block * (1 + layers - computed) + 2 * LOSS_CHUNK
 
 
-def _reduced(model: nn.Module, blocks: list[tuple[str, nn.Module]], ep: int) -> int:
+def _reduced(model: nn.Module, blocks: list[tuple[str, nn.Module]], ep: int, left: Collection[int]) -> int:
     """float32 gradients of the largest group on their way to the shards: a block's, or those of what is in none."""
     divided = {id(p) for part in model.modules() if isinstance(part, Experts) for p in part.parameters(recurse=False)}
 
     def made(parameters: Iterable[nn.Parameter]) -> int:
-        return sum(p.numel() // (ep if id(p) in divided else 1) for p in parameters if p.requires_grad)
+        found = (p for p in parameters if p.requires_grad and id(p) not in left)
+        return sum(p.numel() // (ep if id(p) in divided else 1) for p in found)
 
     in_blocks = {id(parameter) for _, block in blocks for parameter in block.parameters()}
     root = made(parameter for parameter in model.parameters() if id(parameter) not in in_blocks)

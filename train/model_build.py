@@ -132,10 +132,10 @@ def data_inputs(model: AnyModel) -> ModelInputs:
 def set_gradient_checkpointing(model: AnyModel, policy: CheckpointPolicy | None) -> None:
     """None = blocks keep everything. UnsupportedError: what models of transformers do not do."""
     if isinstance(model, HubModel):
-        if policy is not None and (policy.share < 1 or policy.carry is not None):
+        if policy is not None and (policy.share < 1 or policy.shares or policy.carry is not None):
             raise UnsupportedError(
                 "a model of transformers checkpoints all of its layers, with their inputs on the GPU; set "
-                "train.gradient_checkpointing.share to 1 and "
+                "train.gradient_checkpointing.share to 1, leave out vision_share and audio_share, and set "
                 "train.accelerator.offload_config.enable_activation to false"
             )
         if policy is not None and keeps_projections(policy):

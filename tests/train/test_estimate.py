@@ -106,6 +106,25 @@ def test_the_released_model_fits_where_it_is_known_to_fit() -> None:
     assert made.gpu < 80e9
 
 
+def test_experts_over_the_ranks_are_gathered_no_more_but_rows_are() -> None:
+    config = SPECS["qwen3_moe"].config_class(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=8, num_experts_per_tok=4, moe_intermediate_size=256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        found = SPECS["qwen3_moe"].build(config, eager_ops())
+    muon: dict[str, Any] = {"optimizer": {"type": "muon", "master_dtype": "bf16", "state_dtype": "bf16"}}
+    wrapped = estimate_memory(found, Degrees(1, 2, ep=2), train(), 4096)  # FSDP copies masters of float32
+    found.bfloat16()
+    sharded = estimate_memory(found, Degrees(1, 2), train(**muon), 4096)
+    alone = estimate_memory(found, Degrees(1, 2, ep=2), train(**muon), 4096)
+    assert alone.parameters == sharded.parameters and alone.optimizer == sharded.optimizer
+    assert alone.gathered < wrapped.gathered < sharded.gathered
+    routed = train(**muon, accelerator={"expert_dispatch": "all_to_all"})
+    assert estimate_memory(found, Degrees(1, 2, ep=2), routed, 4096).activations == sharded.activations
+    assert alone.activations > sharded.activations
+
+
 def test_steps_are_those_of_the_plan(tmp_path: Path) -> None:
     batch = BatchConfig(global_batch_size=4, num_train_epochs=3)
     setup = Setup(data_config(write_data(tmp_path), tmp_path / "cache"), batch)

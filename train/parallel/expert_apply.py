@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from schemas.errors import ConfigError
 from train.config_trainer import FsdpConfig
-from train.mesh import Mesh
+from train.mesh import Degrees, Mesh
 from train.models.moe import Experts
 from train.parallel.expert import ExpertParallel
 from train.parallel.expert_gather import GatheredExperts
@@ -42,6 +42,16 @@ def gathers(dispatch: str, ranks: int, top_k: int, rows: int | None) -> bool:
     return dispatch == "all_gather" or (dispatch == "auto" and rows is not None and 2 * ranks <= top_k)
 
 
+def needs_no_fsdp(degrees: Degrees, config: FsdpConfig, master: torch.dtype) -> bool:
+    """Whether one rank holds an expert whole, in the dtype that it computes in and adds up gradients in. master: of the
+    experts' parameters."""
+    precision = config.mixed_precision
+    # FSDP would add up the micro-batches of a step in that dtype
+    wider = not config.sync_every_micro_batch and precision.enable and precision.reduce_dtype != precision.param_dtype
+    alone = degrees.ep_fsdp == degrees.dp_replicate == 1 and not config.offload
+    return alone and not wider and master == getattr(torch, precision.compute_dtype)
+
+
 def shard_experts(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> set[nn.Parameter]:
     """FSDP of divided experts over the ranks that hold the same ones, along the second dimension; an expert's gradient
     is the sum over the rows of its whole group already. The experts that need none of it, since one rank holds them in
@@ -50,17 +60,12 @@ def shard_experts(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> set[nn.Pa
     assert mesh.experts is not None, "experts are divided over a mesh"
     ranks, replicas = mesh.degrees.ep_fsdp, mesh.degrees.dp_replicate
     shards = mesh.experts["ep_replicate", "ep_fsdp"] if replicas > 1 else mesh.experts["ep_fsdp"]
-    precision = config.mixed_precision
-    computes = getattr(torch, precision.compute_dtype)
-    # FSDP would add up the micro-batches of a step in that dtype
-    wider = not config.sync_every_micro_batch and precision.enable and precision.reduce_dtype != precision.param_dtype
-    alone = ranks == replicas == 1 and not config.offload and not wider
     left: set[nn.Parameter] = set()
     for path, module in model.named_modules():
         if not isinstance(module, Experts):
             continue
         own = dict(module.named_parameters(recurse=False))
-        if alone and all(parameter.dtype == computes for parameter in own.values()):
+        if all(needs_no_fsdp(mesh.degrees, config, parameter.dtype) for parameter in own.values()):
             left.update(own.values())
             continue
         for name, parameter in own.items():
