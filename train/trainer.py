@@ -43,9 +43,13 @@ class BaseTrainer(TrainerParts):
         """Everything that training needs, once; then goes to where a checkpoint was saved."""
         if self.built:
             return
-        super().build()
-        self.build_callbacks()
-        self.restore()
+        try:
+            super().build()
+            self.build_callbacks()
+            self.restore()
+        except BaseException:
+            self._unlock()
+            raise
 
     def build_checkpointer(self) -> None:
         """In a folder that no other run writes to."""
@@ -60,6 +64,11 @@ class BaseTrainer(TrainerParts):
     def _lock(self, folder: Path) -> str | None:
         self.run_lock = RunLock(folder)
         return self.run_lock.note
+
+    def _unlock(self) -> None:
+        """Another run may go on in the folder, of this process, too."""
+        if self.run_lock is not None:
+            self.run_lock.release()
 
     def build_callbacks(self) -> None:
         """Those of the configuration, then the user's own."""
@@ -123,8 +132,7 @@ class BaseTrainer(TrainerParts):
             self._tell(error)
             raise
         finally:
-            if self.run_lock is not None:
-                self.run_lock.release()
+            self._unlock()
         return self.state
 
     def evaluate(self) -> dict[str, float]:
