@@ -53,8 +53,8 @@ def keep_projections() -> ContextPair:
 
 @dataclass(frozen=True)
 class KeepWithin:
-    """A `context_fn`: results of these kinds are kept as long as all that are kept take at most `limit` bytes; those of
-    later blocks are computed again. first: of blocks that come first, see `Room`."""
+    """A `context_fn`: results of these kinds are kept while all that are kept take at most `limit` bytes; what does not
+    fit is computed again. first: of blocks that come first, see `Room`."""
 
     kinds: frozenset[Kind]
     limit: int

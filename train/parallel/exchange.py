@@ -47,7 +47,7 @@ def exchange_rows(x: Tensor, send: Counts, recv: Counts, group: ProcessGroup) ->
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, *, wait: bool = True) -> Work | None:
     """out [P * n, ...] takes x [n, ...] of each of the P ranks, in their order; both contiguous. wait: False returns at
     once what the arrival can be awaited by; x must not change until then."""
-    # its name from torch 2.12 on; the older one warns there
+    # where torch has the first name, the second one warns
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     work: Work | None = gather(out, x, group=group, async_op=not wait)
     return work

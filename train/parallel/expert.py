@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 
 from train.ops.lora_types import ExpertLora
 from train.parallel.exchange import all_to_all, exchange_rows
-from train.parallel.expert_local import NO_EXPERT, local_lora, local_part
+from train.parallel.expert_local import NO_EXPERT, local_lora
+from train.parallel.loading import local_part
 
 
 class Copies(NamedTuple):

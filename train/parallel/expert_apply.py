@@ -36,7 +36,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, dispatch: str = "a
 
 def gathers(dispatch: str, ranks: int, top_k: int, rows: int | None) -> bool:
     """Whether rows are gathered on all ranks rather than routed. `auto`: where nearly every row has a choice on every
-    rank, and buffers of `ranks` times the rows are no more than routed rows would take at twice the mean load."""
+    rank, and the most rows of a rank are known. ConfigError: all_gather where they are not."""
     if dispatch == "all_gather" and rows is None:
         raise ConfigError("train.accelerator.expert_dispatch: all_gather needs to know the most rows of a rank")
     return dispatch == "all_gather" or (dispatch == "auto" and rows is not None and 2 * ranks <= top_k)

@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup, Work
 
 from train.ops.lora_types import ExpertLora
 from train.parallel.exchange import all_gather, all_to_all
-from train.parallel.expert_local import NO_EXPERT, local_lora, local_part
+from train.parallel.expert_local import NO_EXPERT, local_lora
+from train.parallel.loading import local_part
 
 
 class Underway:

@@ -1,4 +1,4 @@
-"""What a rank of expert parallelism holds of experts and their adapters."""
+"""What a rank of expert parallelism holds of the experts' adapters."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from train.ops.lora_types import ExpertLora
+from train.parallel.loading import local_part
 
 NO_EXPERT = -1
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the whole one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_lora(lora: ExpertLora | None, rank: int, experts: int) -> ExpertLora | None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -18,6 +17,7 @@ from schemas.strict import check_config
 from tests.train.lora.adapted import DENSE, adapted
 from tests.train.models import media
 from tests.train.models.families import make_ours, run_ours
+from tests.train.ops.computed import Computed
 from train.config_trainer import GradientCheckpointingConfig, OffloadConfig
 from train.data.processor import ProcessorAssets
 from train.model_build import checkpoint_policy
@@ -71,18 +71,6 @@ POLICIES: dict[str, CheckpointPolicy] = {
     "attention, elsewhere, two thirds": CheckpointPolicy(keep_attention, 0.67, carry=ActivationOffload()),
     "projections, elsewhere, two thirds": CheckpointPolicy(keep_projections, 0.67, carry=ActivationOffload()),
 }
-
-
-class Computed(TorchDispatchMode):
-    """Counts the operations that are really computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[function._schema.name] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", POLICIES)

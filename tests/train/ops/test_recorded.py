@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -15,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from schemas.errors import ConfigError, UnsupportedError
+from tests.train.ops.computed import Computed
 from train.ops import attention_fused, attention_varlen
 from train.ops.attention import sdpa
 from train.ops.attention_varlen import varlen_operators, varlen_options, with_known_arguments
@@ -35,18 +34,6 @@ FORWARDS = {
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
 }
-
-
-class Computed(TorchDispatchMode):
-    """Counts the operations that are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[function._schema.name] += 1
-        return function(*args, **(kwargs or {}))
 
 
 class Recordings:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.train.ops.test_recorded import BOTH, Computed
+from tests.train.ops.computed import Computed
+from tests.train.ops.test_recorded import BOTH
 from train.ops.recorded import Recording, Room, linear
 
 
