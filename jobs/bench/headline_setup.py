@@ -171,7 +171,7 @@ def run_config(run: Run, phase: Phase) -> OmniConfig:
                 "output_dir": str(Path(run.out) / "output"), "save_steps": 0, "save_hf_weights": False,
                 "load_path": None,
             },
-            "logging": {"plots": False},
+            "logging": {"plots": False, "log_steps": 10},
             "memory": {"snapshot_on_error": False},
         },
     }  # fmt: skip

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from jobs.bench.claims import Claim, at_least, at_most
 from jobs.bench.headline_profile import Watched, read_profile, start_profile, stop_profile
 from jobs.bench.headline_setup import TOP_LAYERS, Phase, Run, run_config
 from train.callbacks.base import Callback
-from train.callbacks.metrics import MetricsCallback
 from train.config import OmniConfig
+from train.metrics import device_memory
 from train.model_build import wrap
 from train.models.initialize import initializers
 from train.parallel.loading import give_memory, local_part
@@ -75,9 +76,9 @@ def fill_on_device(model: nn.Module, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the steps of a phase, over all ranks. step_s: mean; tokens, flops: of a step and GPU; wait_s: for data, of a
-    step, the rank that waits most; peak, reserved: GB of the GPU that takes most; parts: name -> ms of a step on this
-    rank; loss: of the last step."""
+    """Of the steps of a phase, over all ranks. step_s: mean, by the host's clock; times_s: of each, on the device;
+    tokens, flops: of a step and GPU; wait_s: for data, of a step, the rank that waits most; peak, reserved: GB of the GPU
+    that takes most; parts: name -> ms of a step on this rank; loss: of the last step."""
 
     step_s: float
     times_s: list[float]
@@ -92,7 +93,8 @@ class Measured:
 
 
 class PhaseWatch(Callback):
-    """Times whole steps with all callbacks, being the last one; then one under the profiler."""
+    """Times whole steps with all callbacks, being the last one, without making the host wait between them; then one
+    step under the profiler."""
 
     def __init__(self, run: Run, phase: Phase) -> None:
         self.run, self.phase = run, phase
@@ -112,36 +114,36 @@ class PhaseWatch(Callback):
     def _play(self, trainer: BaseTrainer) -> Iterator[None]:
         """Each yield is one step."""
         device, world = trainer.mesh.device, trainer.mesh.world_size
-        metrics = next(found for found in trainer.callbacks if isinstance(found, MetricsCallback))
         began = time.perf_counter()
         for number in range(self.phase.warm):
             yield
             if not number:
                 self.first_step_s = self._now(device) - began
-        times, flops, wait_s, peak, reserved, tokens = [], 0.0, 0.0, 0.0, 0.0, trainer.state.tokens
+        flops, wait_s, tokens, steps = 0.0, 0.0, trainer.state.tokens, self.phase.steps
+        device_memory(device)  # begins anew
         with Parts(trainer, device) as parts:
-            last = self._now(device)
-            for _ in range(self.phase.steps):
+            began = self._now(device)
+            ends = [self._mark(device)]
+            for _ in range(steps):
                 yield
                 assert self._result is not None
-                now = self._now(device)
-                times.append(now - last)
-                last = now
+                ends.append(self._mark(device))
                 flops += self._result.flops
                 wait_s += self._result.wait_s
-                peak = max(peak, metrics.last.get("memory_gb", 0.0))
-                reserved = max(reserved, metrics.last.get("memory_reserved_gb", 0.0))
-        steps = self.phase.steps
+            took = self._now(device) - began
+        peak, reserved, _ = device_memory(device)
         tokens = trainer.state.tokens - tokens
+        assert self._result is not None
+        loss = float(self._result.loss_sum) / max(int(self._result.step_tokens), 1)
         self.measured = Measured(
-            step_s=statistics.fmean(times),
-            times_s=times,
+            step_s=took / steps,
+            times_s=[self._between(*pair) for pair in pairwise(ends)],
             tokens=tokens / steps / world,
             flops=over_ranks(flops, device, world, dist.ReduceOp.SUM) / steps / world,
             wait_s=over_ranks(wait_s, device, world, dist.ReduceOp.MAX) / steps,
-            peak=peak,
-            reserved=reserved,
-            loss=float(metrics.last.get("loss", float("nan"))),
+            peak=over_ranks(peak / 1e9, device, world, dist.ReduceOp.MAX),
+            reserved=over_ranks(reserved / 1e9, device, world, dist.ReduceOp.MAX),
+            loss=over_ranks(loss, device, world, dist.ReduceOp.SUM),
             parts=parts.milliseconds(steps),
         )
         if self.phase.watched:
@@ -150,6 +152,19 @@ class PhaseWatch(Callback):
             stop_profile(profiler, device)
             watched = read_profile(profiler, device) if trainer.mesh.rank == 0 else None
             self.measured = replace(self.measured, watched=watched)
+
+    @staticmethod
+    def _mark(device: torch.device) -> Any:
+        """Of what the device has been given so far."""
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def _between(first: Any, second: Any) -> float:
+        return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3
 
     @staticmethod
     def _now(device: torch.device) -> float:
@@ -164,7 +179,7 @@ class Parts:
 
     def __init__(self, trainer: BaseTrainer, device: torch.device) -> None:
         self.marks: dict[str, list[tuple[Any, Any]]] = {}
-        self.host_s: dict[str, float] = {}
+        self.host_s: dict[str, list[float]] = {}
         self._cuda, self._began, self._handles = device.type == "cuda", dict[str, Any](), list[Any]()
         named = {"vision": "visual", "sound": "audio_tower", "text": "model"}
         model: Any = trainer.model
@@ -190,7 +205,7 @@ class Parts:
     def _end(self, name: str) -> None:
         mark, began = self._began.pop(name)
         self.marks.setdefault(name, []).append((mark, self._mark()))
-        self.host_s[name] = self.host_s.get(name, 0.0) + time.perf_counter() - began
+        self.host_s.setdefault(name, []).append(time.perf_counter() - began)
 
     @staticmethod
     def _mark() -> Any:
@@ -199,9 +214,14 @@ class Parts:
         return event
 
     def milliseconds(self, steps: int) -> dict[str, float]:
-        """Of a step, on the device and on the host."""
+        """Of a step, on the device and on the host, where the first micro-batch, for which nothing waits yet on the
+        device, is told beside the mean of all."""
         found = {name: sum(a.elapsed_time(b) for a, b in pairs) / steps for name, pairs in self.marks.items()}
-        return found | {f"{name} (host)": 1e3 * took / steps for name, took in self.host_s.items()}
+        for name, took in self.host_s.items():
+            found[f"{name} (host)"] = 1e3 * sum(took) / steps
+            if len(took) > steps:
+                found[f"{name} (host, first micro-batch)"] = 1e3 * statistics.fmean(took[:: len(took) // steps])
+        return found
 
 
 def over_ranks(value: float, device: torch.device, world: int, operation: Any) -> float:

@@ -32,10 +32,13 @@ class OmniThinker(FoundationModel):
         return self.model
 
     def encode(self, inputs: ModelInputs) -> MediaEmbeddings:
-        found = encode_vision(self.visual, inputs)
+        # sound first: its many short kernels are launched while a GPU still computes what came before
+        audio = zero = None
         if inputs.mel_lengths and inputs.mel is not None:
-            return replace(found, audio=self.audio_tower(inputs.mel, inputs.mel_lengths))
-        if not inputs.dummy_audio:
-            return found
-        zero = zero_of(self.audio_tower(*self.audio_tower.dummy()))
-        return replace(found, zero=zero if found.zero is None else found.zero + zero)
+            audio = self.audio_tower(inputs.mel, inputs.mel_lengths)
+        elif inputs.dummy_audio:
+            zero = zero_of(self.audio_tower(*self.audio_tower.dummy()))
+        found = encode_vision(self.visual, inputs)
+        if zero is not None and found.zero is not None:
+            zero = found.zero + zero
+        return replace(found, audio=audio, zero=found.zero if zero is None else zero)

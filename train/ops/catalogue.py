@@ -26,7 +26,8 @@ class Needs:
 @dataclass(frozen=True)
 class Backend:
     """One implementation. target: "module:function"; rank: `auto` takes the lowest that is available; repeatable: gives
-    the same bits at every run; recorded: of attention, blocks that are computed again can keep its results."""
+    the same bits at every run; recorded: of attention, blocks that are computed again can keep its results;
+    announces_dx: of experts, takes a function dx_made, see `train.ops.triton_moe`."""
 
     name: str
     target: str
@@ -34,6 +35,7 @@ class Backend:
     needs: Needs = Needs()
     repeatable: bool = True
     recorded: bool = False
+    announces_dx: bool = False
 
     @property
     def module(self) -> str:
@@ -123,7 +125,7 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
     "moe_experts": (
         "moe_implementation",
         (
-            Backend("fused_triton", "train.ops.triton_moe:moe_experts", 0, TRITON),
+            Backend("fused_triton", "train.ops.triton_moe:moe_experts", 0, TRITON, announces_dx=True),
             Backend("grouped_mm", "train.ops.moe_grouped_mm:grouped_mm", 10),
             Backend("eager", "train.ops.moe:eager", 20),
         ),
@@ -139,7 +141,7 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
     "rms_norm": ("rms_norm_implementation", _pointwise("rms_norm", "norm", "triton_norm")),
     "layer_norm": (
         "layer_norm_implementation",
-        _pointwise("layer_norm", "layer_norm", "triton_layer_norm", measured=False),
+        _pointwise("layer_norm", "layer_norm", "triton_layer_norm"),
     ),
     "qk_norm_rope": ("rotary_pos_emb_implementation", _pointwise("qk_norm_rope", "rope", "triton_rope")),
     "vision_rope": ("rotary_pos_emb_vision_implementation", _pointwise("vision_rope", "rope", "triton_vision_rope")),
@@ -147,7 +149,7 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
     # both of the router, with one key
     "topk_softmax": (
         "load_balancing_loss_implementation",
-        _pointwise("topk_softmax", "router", "triton_router", measured=False),
+        _pointwise("topk_softmax", "router", "triton_router"),
     ),
     "router_statistics": (
         "load_balancing_loss_implementation",

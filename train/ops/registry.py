@@ -193,6 +193,11 @@ class OpSlot:
             self.name = name
         return self
 
+    @property
+    def backend(self) -> Backend | None:
+        """That it is bound to."""
+        return None if self.name is None else self._entry.backends[self.name]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._function is None:
             raise RegistryError(f"{self.op} is called before it is bound to a backend")

@@ -36,13 +36,15 @@ Factors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # low_a, gate_b, up_b, 
 
 
 def moe_experts(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
-) -> Tensor:
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None,
+    dx_made: Callable[[Tensor], None] | None = None,
+) -> Tensor:  # fmt: skip
     """[T, H] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), summed in float32.
 
     x: [T, H]; expert_ids: int64 [T, k], those outside [0, E) contribute nothing; weights: float32 [T, k];
     gate_up: [E, 2I, H], the gate's rows first; down: [E, H, I]. H and I must be multiples of 8 (4 for float32), which
-    the descriptors' strides of 16 bytes ask for. The backward pass overwrites what it saved: it runs once.
+    the descriptors' strides of 16 bytes ask for. The backward pass overwrites what it saved: it runs once. dx_made: is
+    called in the backward pass with the gradient of x, before the experts' own gradients, which take longer.
     """
     aligned = 16 // x.element_size()
     if x.shape[1] % aligned or down.shape[2] % aligned:
@@ -59,7 +61,7 @@ def moe_experts(
     tensors = (x.contiguous(), weights.float().contiguous(), _dense(gate_up), _dense(down), *factors)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     between = _Between()
-    out: Tensor = _Down.apply(between, _Experts.apply(between, expert_ids, keep, *tensors))
+    out: Tensor = _Down.apply(between, _Experts.apply(between, dx_made, expert_ids, keep, *tensors))
     return out
 
 
@@ -81,8 +83,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, between: _Between, expert_ids: Tensor, keep: bool, x: Tensor, weights: Tensor, gate_up: Tensor,
-        down: Tensor, *factors: Tensor | None,
+        ctx: Any, between: _Between, dx_made: Callable[[Tensor], None] | None, expert_ids: Tensor, keep: bool,
+        x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         routing = build_routing(expert_ids, gate_up.shape[0], *alignment(x))
         low_a, gate_b, up_b, down_a, down_b = factors
@@ -94,7 +96,7 @@ class _Experts(torch.autograd.Function):
             low = row_products(rows, low_a, routing, transposed=True)
             z, h = gate_up_products(rows, gate_up, routing, False, keep, low, gate_b, up_b)
             del rows
-        ctx.routing = routing
+        ctx.routing, ctx.dx_made = routing, dx_made
         ctx.save_for_backward(x, z, low, weights, gate_up, down, *factors)
         between.products = partial(_down_products, h, down, routing, weights, down_a, down_b)
         return x.new_empty(()).expand(x.shape)
@@ -103,7 +105,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, z, low, weights, gate_up, down, low_a, gate_b, up_b, down_a, down_b = ctx.saved_tensors
-        routing, needs = ctx.routing, ctx.needs_input_grad[3:]  # of x, weights, gate_up, down
+        routing, needs = ctx.routing, ctx.needs_input_grad[4:]  # of x, weights, gate_up, down
         tokens = x.shape[0]
         dy = spread(dout.contiguous(), routing)
         low_dy = None if down_b is None else row_products(dy, down_b, routing, transposed=False)
@@ -122,13 +124,15 @@ class _Experts(torch.autograd.Function):
         dx = None
         if needs[0]:
             dx = gather_sum(row_products(dz, gate_up, routing, False, dlow, low_a), routing, None, tokens)
+            if ctx.dx_made is not None:
+                ctx.dx_made(dx)
         dgate_up = None
         if needs[2] or dlow is not None:
             rows = spread(x, routing)
             dgate_up = weight_gradient(dz, rows, routing) if needs[2] else None
             if dlow is not None:
                 dlow_a = weight_gradient(dlow, rows, routing, shared=low_a.shape[0] == 1)
-        return None, None, None, dx, dweights, dgate_up, ddown, dlow_a, dgate_b, dup_b, ddown_a, ddown_b
+        return None, None, None, None, dx, dweights, dgate_up, ddown, dlow_a, dgate_b, dup_b, ddown_a, ddown_b
 
 
 class _Down(torch.autograd.Function):

@@ -34,6 +34,32 @@ def all_to_all(x: Tensor, send: Counts, recv: Counts, group: ProcessGroup) -> Te
     return out
 
 
+class PartialSums:
+    """Of what every rank of a group makes for the rows of all, made [P * R, ...] in the order of the ranks, the sum for
+    this rank's own rows, on its way; a collective call. made must not change until `result`."""
+
+    def __init__(self, made: Tensor, group: ProcessGroup) -> None:
+        self.rank, ranks = group.rank(), group.size()
+        self.parts = made.contiguous().unflatten(0, (ranks, -1))
+        # its own part stays where it is
+        before, after = self.parts[: self.rank], self.parts[self.rank + 1 :]
+        sent = torch.cat([before, after]) if len(before) and len(after) else (before if len(before) else after)
+        rows = self.parts.shape[1]
+        counts = [rows * (rank != self.rank) for rank in range(ranks)]
+        self.others = torch.empty_like(sent)
+        received, sent = self.others.flatten(0, 1), sent.flatten(0, 1)
+        work = dist.all_to_all_single(received, sent, counts, counts, group=group, async_op=True)
+        self.work = _of_member(work)
+
+    def result(self) -> Tensor:
+        """[R, ...], each sum in float32 and in the order of the ranks. The device waits, not the host."""
+        self.work.wait()
+        own, others = self.parts[self.rank], self.others
+        if len(others) == 1:
+            return own + others[0]
+        return torch.cat([others[: self.rank], own[None], others[self.rank :]]).sum(0)
+
+
 def exchange_rows(x: Tensor, send: Counts, recv: Counts, group: ProcessGroup) -> Tensor:
     """[sum(recv), ...] of x [sum(send), ...]: send[r] rows of x, in order, go to rank r of the group, and recv[r] come
     from it, in the order of the ranks. None for both: equal shares.
@@ -44,12 +70,18 @@ def exchange_rows(x: Tensor, send: Counts, recv: Counts, group: ProcessGroup) ->
     return received
 
 
-def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, *, wait: bool = True) -> Work | None:
-    """out [P * n, ...] takes x [n, ...] of each of the P ranks, in their order; both contiguous. wait: False returns at
-    once what the arrival can be awaited by; x must not change until then."""
+def begin_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+    """([P * R, ...] of every rank's x [R, ...], in their order; what its arrival can be awaited by); a collective call.
+    x must not change until then."""
+    every = x.new_empty((group.size() * len(x), *x.shape[1:]))
     # where torch has the first name, the second one warns
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    work: Work | None = gather(out, x, group=group, async_op=not wait)
+    arrival: Work | None = gather(every, x.contiguous(), group=group, async_op=True)
+    return every, _of_member(arrival)
+
+
+def _of_member(work: Work | None) -> Work:
+    assert work is not None, "this rank is in the group"
     return work
 
 

@@ -12,6 +12,7 @@ from schemas.errors import ConfigError
 from train.config_trainer import FsdpConfig
 from train.mesh import Degrees, Mesh
 from train.models.moe import Experts
+from train.ops.registry import OpSlot
 from train.parallel.expert import ExpertParallel
 from train.parallel.expert_gather import GatheredExperts
 from train.parallel.fsdp import offload_policy, precision_policy, sum_gradients
@@ -28,7 +29,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, dispatch: str = "a
                 setattr(module, name, _divided(parameter, mesh, f"{path}.{name}"))
             if gathers(dispatch, mesh.size(), module.top_k, rows):
                 assert rows is not None
-                gathered = GatheredExperts(module.compute, group, rows)
+                gathered = GatheredExperts(module.compute, group, rows, announces_dx=_announces_dx(module.compute))
                 module.compute, module.start = gathered, gathered.start
             else:
                 module.compute = ExpertParallel(module.compute, group)
@@ -40,6 +41,12 @@ def gathers(dispatch: str, ranks: int, top_k: int, rows: int | None) -> bool:
     if dispatch == "all_gather" and rows is None:
         raise ConfigError("train.accelerator.expert_dispatch: all_gather needs to know the most rows of a rank")
     return dispatch == "all_gather" or (dispatch == "auto" and rows is not None and 2 * ranks <= top_k)
+
+
+def _announces_dx(compute: object) -> bool:
+    """Of an op for experts."""
+    backend = compute.backend if isinstance(compute, OpSlot) else None
+    return backend is not None and backend.announces_dx
 
 
 def needs_no_fsdp(degrees: Degrees, config: FsdpConfig, master: torch.dtype) -> bool:

@@ -19,25 +19,38 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from train.ops.lora_types import ExpertLora
-from train.parallel.exchange import all_gather, all_to_all
+from train.parallel.exchange import PartialSums, begin_gather
 from train.parallel.expert_local import NO_EXPERT, local_lora
 from train.parallel.loading import local_part
+
+
+class _Call:
+    """What the nodes of one call leave to each other, past autograd. chosen: the context of `_GatherChoices`; dx: the
+    sums of the rows' gradient, on their way. No work on its way to an output of theirs: that holds the output, and with
+    it the node, which would never be freed."""
+
+    def __init__(self) -> None:
+        self.chosen: Any = None
+        self.dx: PartialSums | None = None
 
 
 class Underway:
     """Rows of all ranks on their way. every: [P * R, H], to be read after `arrival`; count: S of this rank. Neither a
     tuple nor a dataclass: FSDP looks into these, and would make a view of what is still being written."""
 
-    def __init__(self, every: Tensor, count: int, arrival: Work | None) -> None:
-        self.every, self.count, self.arrival = every, count, arrival
+    def __init__(self, every: Tensor, count: int, arrival: Work, call: _Call) -> None:
+        self.every, self.count, self.arrival, self.call = every, count, arrival, call
 
 
 class GatheredExperts:
     """A moe_experts op of one rank's experts as one of all experts, with the same signature; gate_up and down are
-    DTensors that are sharded over the group. rows: R, what the rows of any rank are filled up to."""
+    DTensors that are sharded over the group. rows: R, what the rows of any rank are filled up to; announces_dx: whether
+    the op takes a function dx_made, so that the rows' gradient travels while the experts' own are computed."""
 
-    def __init__(self, compute: Callable[..., Tensor], group: ProcessGroup, rows: int) -> None:
-        self.compute, self.group, self.rows = compute, group, rows
+    def __init__(
+        self, compute: Callable[..., Tensor], group: ProcessGroup, rows: int, *, announces_dx: bool = False
+    ) -> None:
+        self.compute, self.group, self.rows, self.announces_dx = compute, group, rows, announces_dx
         self.size, self.rank = group.size(), group.rank()
 
     def start(self, x: Tensor) -> Underway:
@@ -47,9 +60,9 @@ class GatheredExperts:
                 f"{len(x)} rows of a rank, where experts over {self.size} ranks were set up for at most {self.rows}; "
                 "write train.accelerator.expert_dispatch: all_to_all, or shorter sequences"
             )
-        begun: list[Work | None] = []
-        every: Tensor = _GatherRows.apply(self._filled(x), self.group, begun)
-        return Underway(every, len(x), begun[0])
+        call, begun = _Call(), list[Work]()
+        every: Tensor = _GatherRows.apply(self._filled(x), self.group, call, begun)
+        return Underway(every, len(x), begun[0], call)
 
     def __call__(
         self,
@@ -62,14 +75,16 @@ class GatheredExperts:
     ) -> Tensor:
         """[S, H] of rows, or of what `start` made of them; see `train.ops.moe`."""
         sent = self.start(x) if isinstance(x, Tensor) else x
+        call = sent.call
         gate_up, down = local_part(gate_up), local_part(down)
         choices = self._filled(weights), self._filled(expert_ids, NO_EXPERT)
-        every_weight, every_id = _GatherChoices.apply(*choices, self.group)
+        every_weight, every_id = _GatherChoices.apply(*choices, self.group, call)
         ids = self._own(every_id, len(gate_up))
-        if sent.arrival is not None:
-            sent.arrival.wait()  # the device, for the device
-        made = self.compute(sent.every, ids, every_weight, gate_up, down, local_lora(lora, self.rank, len(gate_up)))
-        found: Tensor = _SumParts.apply(made, self.group)
+        sent.arrival.wait()  # the device, for the device
+        more: dict[str, Any] = {"dx_made": _sends(call, self.group)} if self.announces_dx else {}
+        own_lora = local_lora(lora, self.rank, len(gate_up))
+        made = self.compute(sent.every, ids, every_weight, gate_up, down, own_lora, **more)
+        found: Tensor = _SumParts.apply(made, self.group, call)
         return found[: sent.count] if sent.count < self.rows else found
 
     def _filled(self, x: Tensor, value: int = 0) -> Tensor:
@@ -83,61 +98,65 @@ class GatheredExperts:
         return own.masked_fill_((own < 0) | (own >= experts), NO_EXPERT)
 
 
+def _sends(call: _Call, group: ProcessGroup) -> Callable[[Tensor], None]:
+    def send(dx: Tensor) -> None:
+        call.dx = PartialSums(dx, group)
+
+    return send
+
+
 class _GatherRows(torch.autograd.Function):
     """Rows of all ranks, in their order; the gradient is summed over the ranks that made parts of it. begun: takes what
     the rows' arrival can be awaited by."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, begun: list[Work | None]) -> Tensor:
-        ctx.group = group
-        every = x.new_empty((group.size() * len(x), *x.shape[1:]))
-        begun.append(all_gather(every, x.contiguous(), group, wait=False))
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, call: _Call, begun: list[Work]) -> Tensor:
+        ctx.group, ctx.call = group, call
+        every, arrival = begin_gather(x, group)
+        begun.append(arrival)
         return every
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return sum_parts(gradients[0], ctx.group), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        # nothing but the experts reads these rows, so that what they announced is the gradient
+        sums, ctx.call.dx = ctx.call.dx, None
+        return (PartialSums(gradients[0], ctx.group) if sums is None else sums).result(), None, None, None
 
 
 class _GatherChoices(torch.autograd.Function):
     """Weights float32 [P * R, k] and ids int64 [P * R, k] of all ranks, in one message: both are small."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, ids: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, weights: Tensor, ids: Tensor, group: ProcessGroup, call: _Call) -> tuple[Tensor, Tensor]:
         ctx.group, ctx.dtype = group, weights.dtype
+        ctx.save_for_backward(weights)  # for `_SumParts`
+        call.chosen = ctx
         packed = torch.cat([weights.float().view(torch.int32), ids.to(torch.int32)], 1)
-        every_weight, every_id = gather_rows(packed, group).chunk(2, 1)
+        every, arrival = begin_gather(packed, group)
+        arrival.wait()
+        every_weight, every_id = every.chunk(2, 1)
         ids = every_id.long()
         ctx.mark_non_differentiable(ids)
         return every_weight.contiguous().view(torch.float32), ids
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return sum_parts(gradients[0], ctx.group).to(ctx.dtype), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return PartialSums(gradients[0], ctx.group).result().to(ctx.dtype), None, None, None
 
 
 class _SumParts(torch.autograd.Function):
     """Of what every rank adds to the rows of all, [P * R, H], the sum for this rank's own [R, H]."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return sum_parts(made, group)
+    def forward(ctx: Any, made: Tensor, group: ProcessGroup, call: _Call) -> Tensor:
+        ctx.group, ctx.call = group, call
+        return PartialSums(made, group).result()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gather_rows(gradients[0], ctx.group), None
-
-
-def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[P * R, ...] of every rank's x [R, ...]; a collective call."""
-    every = x.new_empty((group.size() * len(x), *x.shape[1:]))
-    all_gather(every, x.contiguous(), group)
-    return every
-
-
-def sum_parts(made: Tensor, group: ProcessGroup) -> Tensor:
-    """[R, ...], the sum of all ranks' parts [P * R, ...] for this rank's rows, in float32 and in the order of the
-    ranks; a collective call."""
-    parts = all_to_all(made, None, None, group).unflatten(0, (group.size(), -1))
-    return parts.sum(0)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        every, arrival = begin_gather(gradients[0], ctx.group)
+        # a block under gradient checkpointing runs again as soon as something that it saved is asked for: here, while
+        # the gradients are under way, and not where the experts need them
+        _ = ctx.call.chosen.saved_tensors
+        arrival.wait()
+        return every, None, None

@@ -82,6 +82,7 @@ class _Input:
         self.here: Tensor | None = hidden
         self.device = hidden.device
         self.copied = self.ready = None
+        self.ran = False  # the block, for the first time
         if stream is None:
             self.there = hidden.clone()
             return
@@ -95,7 +96,7 @@ class _Input:
         """Frees the memory on the GPU: what takes its place comes after the copy."""
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
-        self.here = None
+        self.here = self.ready = None
 
     def fetch(self, *, ahead: bool) -> None:
         """Begins to bring it back. ahead: also that of the block before, which is next in the backward pass."""
@@ -114,12 +115,17 @@ class _Input:
             before.fetch(ahead=False)
 
     def tensor(self) -> Tensor:
-        """On the device, once what runs there has come so far."""
+        """On the device, once what runs there has come so far. In a second run the taker alone holds it: the graph keeps
+        this record until the backward pass of all blocks is over."""
         self.fetch(ahead=False)
         if self.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(self.ready)
-        assert self.here is not None
-        return self.here
+        found = self.here
+        assert found is not None
+        if self.ran:
+            self.drop()
+        self.ran = True
+        return found
 
 
 class _Leave(torch.autograd.Function):

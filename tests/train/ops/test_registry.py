@@ -46,6 +46,8 @@ def test_auto_on_a_cpu() -> None:
         "linear_cross_entropy": "chunk_loss",
         "rms_norm": "eager",
         "layer_norm": "eager",
+        "linear": "eager",
+        "linear_gelu": "eager",
         "qk_norm_rope": "eager",
         "vision_rope": "eager",
         "swiglu": "eager",
@@ -83,10 +85,10 @@ def test_order_of_the_others() -> None:
     assert on_turing["moe_experts"] == "grouped_mm"
     assert on_turing["rms_norm"] == "compile"
     assert on_hopper["moe_experts"] == on_hopper["linear_cross_entropy"] == "fused_triton"
-    measured = ("rms_norm", "qk_norm_rope", "vision_rope", "swiglu", "router_statistics")
-    assert {on_hopper[op] for op in measured} == {"triton"}
-    assert {on_hopper[op] for op in ("layer_norm", "topk_softmax")} == {"eager"}
-    assert resolve({"layer_norm_implementation": "triton"}, HOPPER)["layer_norm"] == "triton"
+    pointwise = ("rms_norm", "layer_norm", "qk_norm_rope", "vision_rope", "swiglu", "router_statistics", "topk_softmax")
+    assert {on_hopper[op] for op in pointwise} == {"triton"}
+    assert {on_hopper[op] for op in ("linear", "linear_gelu")} == {"eager"}
+    assert resolve({"linear_gelu_implementation": "triton"}, HOPPER)["linear_gelu"] == "triton"
 
 
 def test_operations_of_one_key_have_the_same_backends() -> None:

@@ -177,6 +177,22 @@ def test_the_down_product_is_not_computed_again(monkeypatch: pytest.MonkeyPatch,
     assert twice == first + second + once[len(first) :]
 
 
+@pytest.mark.parametrize("rank", [None, 4])
+def test_the_rows_gradient_is_announced_before_the_experts_own(
+    monkeypatch: pytest.MonkeyPatch, rank: int | None
+) -> None:
+    told: list[Any] = []
+    real = triton_moe.weight_gradient
+    monkeypatch.setattr(triton_moe, "weight_gradient", lambda *a, **k: (told.append("experts"), real(*a, **k))[1])
+    ids, weights = choose(9, 4, 2)
+    x, (gate_up, down) = draw(9, 32, seed=3).requires_grad_(), parameters(4, 32, 16)
+    lora = None if rank is None else ExpertLora(*adapters((1, 4), rank, 32, 16), scale=0.5)
+    moe_experts(x, ids, weights, gate_up.requires_grad_(), down.requires_grad_(), lora, told.append).sum().backward()
+    announced = [n for n, value in enumerate(told) if isinstance(value, Tensor)]
+    assert len(announced) == 1 and torch.equal(told[announced[0]], x.grad)
+    assert told[announced[0] + 1 :] == ["experts"] * (1 if rank is None else len(told) - announced[0] - 1) != []
+
+
 def test_between_the_halves_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first one leaves to the second is gone with it: also where gradient checkpointing stops between them."""
     ids, weights = choose(9, 3, 2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from itertools import product
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from schemas.errors import ConfigError
 from schemas.strict import check_config
@@ -23,14 +27,49 @@ from train.models.moe import Experts
 from train.models.spec import fsdp_blocks
 from train.ops import moe, moe_grouped_mm
 from train.ops.lora_types import ExpertLora
-from train.ops.registry import eager_ops
+from train.ops.registry import Device, OpSlot, eager_ops
+from train.parallel import expert_gather
 from train.parallel.apply import apply_parallel
 from train.parallel.expert import Copies, ExpertParallel, _collect, _spread
-from train.parallel.expert_apply import apply_expert_parallel, gathers, shard_experts
+from train.parallel.expert_apply import _announces_dx, apply_expert_parallel, gathers, shard_experts
 from train.parallel.expert_gather import GatheredExperts
 
 EXPERTS, HIDDEN, INNER, CHOICES, RANK = 8, 16, 12, 3, 2
 BACKENDS = {"eager": moe.eager, "grouped_mm": moe_grouped_mm.grouped_mm}
+
+
+class _Announced(torch.autograd.Function):
+    """The plain experts, which tell the gradient of their rows before they give it."""
+
+    @staticmethod
+    def forward(ctx: Any, dx_made: Any, ids: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.dx_made, ctx.ids = dx_made, ids
+        ctx.save_for_backward(*tensors)
+        return announced_terms(ids, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        tensors = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            found = torch.autograd.grad(announced_terms(ctx.ids, tensors), tensors, gradients, allow_unused=True)
+        ctx.dx_made(found[0])
+        return None, None, *found
+
+
+def announced_terms(ids: Tensor, tensors: Any) -> Tensor:
+    x, weights, gate_up, down, *factors = tensors
+    return moe.eager(x, ids, weights, gate_up, down, ExpertLora(*factors, scale=0.7) if factors else None)
+
+
+def announcing(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: Any = None, *, dx_made: Any
+) -> Tensor:
+    names = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+    factors = () if lora is None else tuple(getattr(lora, name) for name in names)
+    out: Tensor = _Announced.apply(dx_made, ids, x, weights, gate_up, down, *factors)
+    return out
+
+
 MOST_ROWS = 21  # of a rank, where rows are gathered
 # rows of each of four ranks; two ranks take two each; only: experts that are chosen among
 CASES: dict[str, tuple[tuple[int, ...], range]] = {
@@ -110,6 +149,12 @@ def _ranks() -> dict[tuple[str, str, bool], dict[str, Tensor]]:
                 else:
                     dist.all_reduce(got[name])
             found[f"{backend} {type(parallel).__name__}", case, adapted] = got
+    told = GatheredExperts(announcing, group, MOST_ROWS, announces_dx=True)
+    for case, adapted in product(CASES, (False, True)):
+        rows = rows_of(case, dist.get_rank(), dist.get_world_size())
+        plain = found["eager GatheredExperts", case, adapted]
+        got = run(told, rows, leaves(mesh), adapted)
+        found["announced", case, adapted] = plain | {name: got[name] for name in ("out", "x", "weights")}
     return found
 
 
@@ -144,6 +189,80 @@ def _waits() -> tuple[int, int]:
             parallel(rows["x"], rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
         found.append(asked)
     return found[0], found[1]
+
+
+def _order() -> list[str]:
+    """What happens in the backward pass of a block that is computed again."""
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)).get_group()
+    happened: list[str] = []
+    begin, exchange = expert_gather.begin_gather, expert_gather.PartialSums
+
+    def gather(x: Tensor, *more: Any) -> Any:
+        happened.append("rows leave" if x.shape[1] == HIDDEN else "choices leave")
+        return begin(x, *more)
+
+    def sums(made: Tensor, *more: Any) -> Any:
+        happened.append("sums leave" if made.shape[1] == HIDDEN else "gradients of choices leave")
+        return exchange(made, *more)
+
+    def compute(*tensors: Any, **more: Any) -> Tensor:
+        happened.append("experts")
+        return announcing(*tensors, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_gather, "begin_gather", gather)
+        patch.setattr(expert_gather, "PartialSums", sums)
+        rows, weights = rows_of("even", dist.get_rank(), 2), layer()
+        share = EXPERTS // 2
+        own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
+        experts = GatheredExperts(compute, group, MOST_ROWS, announces_dx=True)
+        x = rows["x"].requires_grad_()
+        out = checkpoint(lambda x: experts(x, rows["ids"], rows["weights"], *own), x, use_reentrant=False)
+        happened.clear()
+        out.backward(rows["gradient"])
+    return happened
+
+
+def test_gradients_travel_while_a_block_is_computed_again() -> None:
+    again = ["rows leave", "choices leave", "experts"]
+    assert processes.run(2, _order) == [["rows leave", *again, "sums leave"]] * 2
+
+
+def _freed() -> tuple[bool, bool]:
+    """Whether the rows of all ranks, and what the nodes of a call share, are gone with the output, without a search for
+    cycles: half before a backward pass, half after it."""
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)).get_group()
+    rows, weights = rows_of("even", dist.get_rank(), 2), layer()
+    share = EXPERTS // 2
+    own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
+    experts = GatheredExperts(announcing, group, MOST_ROWS, announces_dx=True)
+    found = []
+    gc.collect()
+    gc.disable()
+    for backward in (False, True):
+        sent = experts.start(rows["x"].requires_grad_())
+        held = [weakref.ref(sent.every), weakref.ref(sent.call)]
+        out = experts(sent, rows["ids"], rows["weights"], *own)
+        if backward:
+            out.backward(rows["gradient"])
+        del sent, out
+        until = time.monotonic() + 5  # the threads of gloo let go a little later
+        while any(reference() is not None for reference in held) and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append(not any(reference() is not None for reference in held))
+    gc.enable()
+    return found[0], found[1]
+
+
+def test_nothing_is_held_beyond_the_graph() -> None:
+    assert processes.run(2, _freed) == [(True, True)] * 2
+
+
+def test_the_fused_experts_announce() -> None:
+    hopper = Device("cuda", (9, 0), frozenset({"train", "triton"}))
+    bound = {name: OpSlot("moe_experts").bind(name, hopper) for name in ("fused_triton", "grouped_mm", "eager")}
+    assert [name for name, slot in bound.items() if _announces_dx(slot)] == ["fused_triton"]
+    assert not _announces_dx(moe.eager)
 
 
 def one_share(x: Tensor, ids: Tensor, shares: Tensor, *_: Any) -> Tensor:
