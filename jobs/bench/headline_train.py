@@ -77,8 +77,8 @@ def fill_on_device(model: nn.Module, seed: int) -> None:
 @dataclass(frozen=True)
 class Measured:
     """Of the steps of a phase, over all ranks. step_s: mean, by the host's clock; times_s: of each, on the device;
-    tokens, flops: of a step and GPU; wait_s: for data, of a step, the rank that waits most; peak, reserved: GB of the GPU
-    that takes most; parts: name -> ms of a step on this rank; loss: of the last step."""
+    tokens, flops: of a step and GPU; wait_s: for data, of a step, the rank that waits most; peak, reserved: GB of the
+    GPU that takes most; parts: name -> ms of a step on this rank; loss: of the last step."""
 
     step_s: float
     times_s: list[float]
