@@ -20,6 +20,7 @@ from convert.dcp_index import StoredTensor
 from convert.patterns import some
 from schemas.errors import ConfigError, IncompleteSourceError, UnsupportedError
 from train.lora.apply import has_adapters
+from train.optim.build import ModelOptimizer
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 CONFIGURED = ("head_group_size", "head_split_modules")  # of a group: how it goes on, not where it stands
@@ -62,7 +63,9 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """`optimizer.state.<parameter>.<key>` -> the optimizer's own tensors."""
+    """`optimizer.state.<parameter>.<key>` -> the optimizer's own tensors, as the last step left them."""
+    if isinstance(optimizer, ModelOptimizer):
+        optimizer.wait_for_states()
     names = parameter_names(model)
     return {
         f"optimizer.state.{names[parameter]}.{key}": value
@@ -121,7 +124,8 @@ def restore_record(model: nn.Module, optimizer: Optimizer, record: Mapping[str, 
 def state_templates(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """Creates the states that a checkpoint holds, as an optimizer that has not stepped has none to load into.
 
-    Returns them by the checkpoint's names. What is shaped like its parameter is sharded like it.
+    Returns them by the checkpoint's names. What is shaped like its parameter is sharded like it, in CPU memory where
+    the optimizer's averages live there.
     """
     found: dict[str, Tensor] = {}
     fused = {
@@ -138,7 +142,11 @@ def state_templates(model: nn.Module, optimizer: Optimizer, stored: Mapping[str,
             raise ConfigError(f"{full}: the checkpoint has optimizer states of a parameter that is not trained now")
         info = stored[full].info
         if info.shape == tuple(parameter.shape) and key != STEP_KEY:
-            template = torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False)
+            template = (
+                optimizer.new_average(parameter, info.dtype)
+                if isinstance(optimizer, ModelOptimizer)
+                else torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False)
+            )
         elif key == STEP_KEY or not isinstance(parameter, DTensor):
             device = parameter.device if key != STEP_KEY or fused[parameter] else torch.device("cpu")
             template = torch.zeros(info.shape, dtype=info.dtype, device=device)

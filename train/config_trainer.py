@@ -45,11 +45,14 @@ class FsdpConfig(Strict):
 
 
 class OffloadConfig(Strict):
-    """Activations in CPU memory. enable_activation: inputs of blocks that are computed again wait there for the
-    backward pass, copied while blocks compute; activation_gpu_limit: GB of them that stay on each GPU."""
+    """Activations and optimizer states in CPU memory. enable_activation: inputs of blocks that are computed again wait
+    there for the backward pass, copied while blocks compute; activation_gpu_limit: GB of them that stay on each GPU;
+    enable_optimizer: the averages of AdamW and Muon live in pinned CPU memory and visit the GPU portion by portion in
+    each step, while others are computed (with fsdp_config.offload they are in CPU memory in any case)."""
 
     enable_activation: bool = False
     activation_gpu_limit: Gigabytes = 0.0
+    enable_optimizer: bool = False
 
 
 class AcceleratorConfig(Strict):

@@ -38,7 +38,8 @@ class MemoryEstimate:
     """Bytes on each GPU. parameters: shards, in their own dtype; gradients: of those that are trained, in theirs;
     optimizer: AdamW's two averages or Muon's one; gathered: whole copies that are there at a time, in the dtype that is
     computed in, of the root and of two blocks, and a frozen audio tower beside the model; activations: see
-    `activations`; workspace: of CUDA and its libraries. With offload the first three are in CPU memory."""
+    `activations`; workspace: of CUDA and its libraries. With offload the first three are in CPU memory, with
+    optimizer_offloaded the third; what of it visits the GPU in a step, when activations are gone, is not counted."""
 
     parameters: int
     gradients: int
@@ -47,22 +48,30 @@ class MemoryEstimate:
     activations: int
     workspace: int
     offloaded: bool = False
+    optimizer_offloaded: bool = False
 
     @property
     def gpu(self) -> int:
         """Bytes of all that is on the GPU."""
-        states = 0 if self.offloaded else self.parameters + self.gradients + self.optimizer
-        return states + self.gathered + self.activations + self.workspace
+        states = self.parameters + self.gradients + self.optimizer
+        return states - self.cpu + self.gathered + self.activations + self.workspace
 
     @property
     def cpu(self) -> int:
         """Bytes of states in CPU memory, for each GPU."""
-        return self.parameters + self.gradients + self.optimizer if self.offloaded else 0
+        sizes: list[int] = [getattr(self, name) for name in self._moved]
+        return sum(sizes)
+
+    @property
+    def _moved(self) -> tuple[str, ...]:
+        if self.offloaded:
+            return ("parameters", "gradients", "optimizer")
+        return ("optimizer",) if self.optimizer_offloaded else ()
 
     def lines(self) -> list[str]:
         """'parameters 7.6 GB', ..., and the sum."""
-        parts = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "offloaded"]
-        moved = {"parameters", "gradients", "optimizer"} if self.offloaded else set()
+        parts = [(f.name, getattr(self, f.name)) for f in fields(self) if not f.name.endswith("offloaded")]
+        moved = self._moved
         said = [f"{name} {size_text(size)}" + (" (CPU)" if name in moved else "") for name, size in parts]
         return [*said, f"memory of each GPU {size_text(self.gpu)}"]
 
@@ -106,6 +115,7 @@ def estimate_memory(
         activations=activations(model, train, max_seq_len // degrees.ulysses, itemsize, degrees.ep),
         workspace=WORKSPACE,
         offloaded=fsdp.offload,
+        optimizer_offloaded=train.accelerator.offload_config.enable_optimizer,
     )
 
 

@@ -260,7 +260,10 @@ class TrainerParts:
         groups = parameter_groups(self.model, config, self.learning_rates())
         if (note := decay_note(config)) is not None:
             self.say(note)
-        self.optimizer = make_optimizer(self.model, groups, config, seed=self.args.train.seed, device=self.mesh.device)
+        accelerator = self.args.train.accelerator
+        offload = accelerator.offload_config.enable_optimizer and not accelerator.fsdp_config.offload
+        seed, device = self.args.train.seed, self.mesh.device
+        self.optimizer = make_optimizer(self.model, groups, config, seed=seed, device=device, offload=offload)
 
     def build_schedule(self) -> None:
         """And the parts of a step, which are complete now."""

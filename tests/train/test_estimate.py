@@ -71,6 +71,14 @@ def test_more_shards_take_less_and_replicas_the_same() -> None:
     assert moved.cpu == four.parameters + four.gradients + four.optimizer
     assert moved.gpu == four.gpu - moved.cpu
     assert moved.lines()[0].endswith("(CPU)") and moved.lines()[-1].startswith("memory of each GPU")
+    averages: dict[str, Any] = {"offload_config": {"enable_optimizer": True}}
+    moved = estimate_memory(model(), Degrees(1, 4), train(accelerator=averages), 512)
+    assert (moved.cpu, moved.gpu) == (four.optimizer, four.gpu - four.optimizer)
+    assert [line.endswith("(CPU)") for line in moved.lines()[:4]] == [False, False, True, False]
+    both = estimate_memory(
+        model(), Degrees(1, 4), train(accelerator=averages | {"fsdp_config": {"offload": True}}), 512
+    )
+    assert both.cpu == four.parameters + four.gradients + four.optimizer
 
 
 def test_checkpointing_and_shorter_slices_take_less() -> None:

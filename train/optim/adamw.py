@@ -87,6 +87,15 @@ def adamw_update(tensors: AdamWTensors, numbers: AdamWNumbers, draws: tuple[Draw
         _update(flat.part(start, stop), numbers, draws, start)
 
 
+def adamw_updates(updates: Sequence[tuple[AdamWTensors, AdamWNumbers, tuple[Draws, Draws] | None]]) -> None:
+    """`adamw_update` of each, with the same bits; on a GPU small ones in few launches."""
+    if updates and all(tensors.parameter.is_cuda for tensors, _, _ in updates):
+        kernel("triton_adamw:adamw_many")([(tensors.flat(), numbers, draws) for tensors, numbers, draws in updates])
+        return
+    for tensors, numbers, draws in updates:
+        adamw_update(tensors, numbers, draws)
+
+
 def fused_update(alike: Sequence[tuple[AdamWTensors, AdamWNumbers]]) -> None:
     """Float32 parameters and averages on a GPU, of one group, by torch's kernel for many tensors."""
     by_step: dict[int, list[AdamWTensors]] = {}

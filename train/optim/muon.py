@@ -9,7 +9,7 @@ next one is under way to its owners and the last one on its way back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from train.optim.kernels import kernel
 from train.optim.muon_layout import Matrices
 from train.optim.muon_plan import Entry, Portion, make_portions
 from train.optim.newton_schulz import NewtonSchulz
+from train.optim.offload import Visit
 from train.optim.rounding import Draws, round_to
 from train.parallel.loading import local_part
 
@@ -60,15 +61,21 @@ class Muon:
         self.ns, self.device = ns, device
         self.portions = make_portions(parameters)
 
-    def step(self, state_of: Callable[[Matrices], MuonState]) -> None:
-        """In place: averages and parameters."""
+    def averages(self, state_of: Callable[[Matrices], MuonState]) -> Iterator[list[Tensor]]:
+        """Of each portion, those of its entries: flat, where they live."""
+        for portion in self.portions:
+            yield [_flat(entry, state_of(entry.matrices).momentum_buffer) for entry in portion.entries]
+
+    def step(self, state_of: Callable[[Matrices], MuonState], visit: Visit) -> None:
+        """In place: averages and parameters. visit: entered once for each of `averages`, which are where it is computed
+        until it is left."""
         last: Flow | None = None
-        coming = self._start(self.portions[0], state_of) if self.portions else None
+        coming = self._start(self.portions[0], state_of, visit) if self.portions else None
         for number in range(len(self.portions)):
             flow, coming = coming, None
             assert flow is not None
             if number + 1 < len(self.portions):
-                coming = self._start(self.portions[number + 1], state_of)
+                coming = self._start(self.portions[number + 1], state_of, visit)
             self._orthogonalise(flow)
             if last is not None:
                 self._finish(last, state_of)
@@ -76,15 +83,16 @@ class Muon:
         if last is not None:
             self._finish(last, state_of)
 
-    def _start(self, portion: Portion, state_of: Callable[[Matrices], MuonState]) -> Flow:
+    def _start(self, portion: Portion, state_of: Callable[[Matrices], MuonState], visit: Visit) -> Flow:
         like = portion.like
         rows, columns = like.held[like.rank], like.columns
         total = sum(entry.count for entry in portion.entries)
         sent = torch.empty(total, rows, columns, dtype=self.ns.exchanged, device=self.device)
         at = 0
-        for entry in portion.entries:
-            average(entry, state_of(entry.matrices), sent[at : at + entry.count])
-            at += entry.count
+        with visit() as averages:
+            for entry, buffer in zip(portion.entries, averages, strict=True):
+                average(entry, state_of(entry.matrices), buffer, sent[at : at + entry.count])
+                at += entry.count
         flow = Flow(portion, sent)
         if portion.shared:
             counts = portion.counts()
@@ -135,12 +143,12 @@ class Muon:
         return out, dist.all_to_all_single(out, sent.view(-1), arriving, leaving, group=group, async_op=True)
 
 
-def average(entry: Entry, state: MuonState, out: Tensor) -> None:
-    """The average of the gradients takes the new one in; out [n, rows, columns] is what is orthogonalised: the average,
-    or with Nesterov's momentum the gradient mixed with it."""
+def average(entry: Entry, state: MuonState, buffer: Tensor, out: Tensor) -> None:
+    """The average of the gradients, buffer, takes the new one in; out [n, rows, columns] is what is orthogonalised: the
+    average, or with Nesterov's momentum the gradient mixed with it."""
     parameter = entry.matrices.parameter
     assert parameter.grad is not None
-    gradient, buffer = _flat(entry, parameter.grad), _flat(entry, state.momentum_buffer)
+    gradient = _flat(entry, parameter.grad)
     momentum, nesterov = float(entry.matrices.options["momentum"]), bool(entry.matrices.options["nesterov"])
     draws = None if state.draws is None else state.draws[0]
     start = _start_of(entry)

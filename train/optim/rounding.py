@@ -44,6 +44,10 @@ class Place:
         inner = math.prod(high - low for low, high in box[1:])
         return cls(first * stride + second * within, max(inner, 1), stride)
 
+    def after(self, start: int) -> Place:
+        """Of what follows the first `start` elements of the part, a multiple of inner."""
+        return Place(self.base + start // self.inner * self.stride, self.inner, self.stride)
+
 
 @dataclass(frozen=True)
 class Draws:

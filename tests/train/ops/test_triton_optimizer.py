@@ -61,6 +61,57 @@ def test_adamw(place: Place, dtypes: tuple[torch.dtype, torch.dtype], random: bo
         assert torch.allclose(got.float(), want.float(), rtol=8e-3 if got.dtype == BF16 else 1e-5, atol=1e-7), name
 
 
+def many_updates(sizes: list[int], random: bool) -> list[tuple[AdamWTensors, AdamWNumbers, tuple[Draws, Draws] | None]]:
+    """Of several dtypes, steps and places, also in the middle of a tensor, where addresses are odd."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for number, size in enumerate(sizes):
+        shift = number % 3
+        parts = [torch.randn(size + shift, generator=generator)[shift:] for _ in range(4)]
+        parts[3] = parts[3].square() * 1e-2
+        dtypes = [(BF16, BF16), (F32, BF16), (BF16, F32), (BF16, BF16)][number % 4]
+        kept, state = dtypes
+        there = [v.to(DEVICE, t) for v, t in zip(parts, (kept, kept, state, state), strict=True)]
+        if shift:  # as parts of longer ones
+            there = [torch.cat([v.new_zeros(shift), v])[shift:] for v in there]
+        step, place = 7 + number % 2, PLACES[number % 3]
+        numbers = AdamWNumbers(1e-2, 0.9, 0.99, 1e-8, 0.1, step)
+        draws = tuple(Draws.of(number, step, f"w{number}", what, place) for what in ("parameter", "exp_avg_sq"))
+        found.append((AdamWTensors(*there), numbers, (draws[0], draws[1]) if random else None))
+    return found
+
+
+@pytest.mark.parametrize("random", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [[16, 1024, 700, 1, 2100, 0, 4096, 33, 16, 3000, 1025, 64], [5], [], gpu([1152, 620928, 3, 2**20 + 5, 2**20] * 40)],
+    ids=len,
+)  # fmt: skip
+def test_adamw_of_many_is_that_of_one_at_a_time(
+    sizes: list[int], random: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with several blocks for each program."""
+    if not ON_GPU:
+        monkeypatch.setattr(triton_adamw, "BLOCK", 256)
+        monkeypatch.setattr(triton_adamw, "PROGRAMS", 3)
+        monkeypatch.setattr(triton_adamw, "SMALL", 2500)
+    single, many = (many_updates(sizes, random) for _ in range(2))
+    for tensors, numbers, draws in single:
+        if tensors.parameter.numel():
+            triton_adamw.adamw(tensors, numbers, draws)
+    triton_adamw.adamw_many(many)
+    for (one, _, _), (other, _, _) in zip(single, many, strict=True):
+        for name in ("parameter", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), (name, one.parameter.shape)
+
+
+def test_few_launches_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+    monkeypatch.setattr(triton_adamw._Alike, "launch", lambda _, lines, device: launches.append(len(lines)))
+    alike = [update for number in range(3) for update in many_updates([64, 64, 64, 64, 33], True)[::4]]
+    triton_adamw.adamw_many(alike)
+    assert sorted(launches) == [3, 3]  # 64 and 33 elements
+
+
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("start", [0, 2100])
 def test_rounding_draws_the_same_bits(place: Place, start: int) -> None:

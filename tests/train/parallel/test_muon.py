@@ -71,7 +71,9 @@ def deficient(name: str) -> bool:
     return ".layers.1." in name and "experts" not in name
 
 
-def build(layout: dict[str, Any], optimizer: dict[str, Any], **train: Any) -> tuple[OmniThinker, ModelOptimizer]:
+def build(
+    layout: dict[str, Any], optimizer: dict[str, Any], *, offload: bool = False, **train: Any
+) -> tuple[OmniThinker, ModelOptimizer]:
     """The vision tower is frozen."""
     accelerator = check_config({"fsdp_config": FP32} | layout, AcceleratorConfig)
     config = check_config({"optimizer": optimizer} | train, TrainConfig)
@@ -88,7 +90,7 @@ def build(layout: dict[str, Any], optimizer: dict[str, Any], **train: Any) -> tu
     groups = parameter_groups(
         model, config.optimizer, learning_rates(config, {"vit": "visual.", "audio": "audio_tower."})
     )
-    made = make_optimizer(model, groups, config.optimizer, seed=config.seed)
+    made = make_optimizer(model, groups, config.optimizer, seed=config.seed, offload=offload)
     assert isinstance(made, ModelOptimizer)
     return model, made
 
