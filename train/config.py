@@ -168,16 +168,20 @@ class OpsImplementationConfig(Strict):
     experts, fused_triton, grouped_mm or eager;
     cross_entropy_loss_implementation: of the head with its loss, fused_triton, chunk_loss or eager;
     rms_norm_implementation: triton, compile or eager; layer_norm_implementation: of the vision and audio towers,
-    triton, compile or eager, auto = eager; rotary_pos_emb_implementation: with the norms of q and k,
-    triton, compile or eager; rotary_pos_emb_vision_implementation: triton, compile or eager;
+    triton, compile or eager; linear_implementation: of the towers' linear layers, triton (products by
+    torch, gradients of biases by a kernel) or eager, auto = eager; linear_gelu_implementation: of those before GELU,
+    with it, triton or eager, auto = eager; rotary_pos_emb_implementation: with the norms of q and k, triton, compile or
+    eager; rotary_pos_emb_vision_implementation: triton, compile or eager;
     swiglu_mlp_implementation: triton, compile or eager; load_balancing_loss_implementation: of the router's choice of
-    experts, for which auto = eager, and its statistics, triton, compile or eager."""
+    experts and its statistics, triton, compile or eager."""
 
     attn_implementation: str = AUTO
     moe_implementation: str = AUTO
     cross_entropy_loss_implementation: str = AUTO
     rms_norm_implementation: str = AUTO
     layer_norm_implementation: str = AUTO
+    linear_implementation: str = AUTO
+    linear_gelu_implementation: str = AUTO
     rotary_pos_emb_implementation: str = AUTO
     rotary_pos_emb_vision_implementation: str = AUTO
     swiglu_mlp_implementation: str = AUTO

@@ -98,7 +98,7 @@ VEOMNI_KEYS: dict[str, Instead] = {
     "train.enable_batch_invariant_mode": Instead("train.deterministic", "the nearest: equal results at every run"),
     "train.sync_each_train_step": Instead("train.logging.log_steps", "the only steps that wait for the device"),
     "train.empty_cache_steps": Instead(None, "not needed: memory is not fragmented by our own buffers"),
-    "train.gc_steps": Instead(None, "not needed: a micro-batch is released after its backward pass"),
+    "train.gc_steps": Instead(None, "not needed: collections leave out what was there before the first step"),
     "train.data_parallel_mode": _moved("train.accelerator.fsdp_config.fsdp_mode"),
     "train.enable_full_shard": _moved("train.accelerator.dp_replicate_size"),
     "train.enable_fsdp_offload": _moved("train.accelerator.fsdp_config.offload"),

@@ -1,5 +1,5 @@
-"""Norms, rotary embeddings and SwiGLU: forward passes as a share of the copy rate of the same run; LayerNorm and the
-router's choice of experts beside torch's operations, too."""
+"""Norms, rotary embeddings and SwiGLU: forward passes as a share of the copy rate of the same run; LayerNorm, GELU,
+sums for biases and the router's choice of experts beside torch's operations, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from jobs.bench.claims import Claim, at_least
 from jobs.bench.kernel_peers import find
 from jobs.bench.kernel_timing import Run, copy_rate, milliseconds
-from train.ops import layer_norm, router, triton_layer_norm, triton_router
+from train.ops import layer_norm, linear, router, triton_layer_norm, triton_linear, triton_router
+from train.ops.triton_column_sum import column_sum
+from train.ops.triton_gelu import gelu_backward, gelu_forward
 from train.ops.triton_norm import rms_norm
 from train.ops.triton_rope import qk_norm_rope
 from train.ops.triton_swiglu import swiglu
@@ -19,7 +21,7 @@ from train.ops.triton_vision_rope import vision_rope
 
 TOKENS, HIDDEN, EPS = 32768, 2048, 1e-6
 NORM_SHARE, SWIGLU_SHARE, ROPE_SHARE, OVER_APART = 85.0, 97.0, 88.0, 1.7
-PATCHES, WIDTH = 56160, 1152  # of a vision tower
+PATCHES, WIDTH, INNER = 56160, 1152, 4304  # of a vision tower
 ROWS, EXPERTS, CHOSEN = 16384, 128, 8  # of a router
 
 
@@ -28,7 +30,7 @@ def claims(quick: bool) -> list[Claim]:
     found = [Claim("copy rate", round(copy_rate(), 3), "TB/s", "", None, "2 GiB, bytes read and written")]
     with torch.no_grad():
         found += [*norm_claims(), *rope_claims(), *swiglu_claims()]
-    return [*found, *backward_claims(), *layer_norm_claims(), *router_claims()]
+    return [*found, *backward_claims(), *layer_norm_claims(), *bias_claims(), *gelu_claims(), *router_claims()]
 
 
 def draw(*shape: int) -> Tensor:
@@ -168,6 +170,64 @@ def layer_norm_claims() -> list[Claim]:
             said = f"{ours:.3f} ms, torch {eager:.3f} ms"
             found += [claim, Claim(f"{name}, {way}: torch / ours", round(eager / ours, 2), "x", "", None, said)]
     return found
+
+
+def beside(name: str, run: Run, torchs: Run, moved: int) -> list[Claim]:
+    """A kernel's share of the copy rate, and torch's time over its own."""
+    claim, ours = share(f"{name}, of the copy rate", run, moved, None)
+    eager = milliseconds(torchs, graph=True)
+    said = f"{ours * 1000:.0f} us, torch {eager * 1000:.0f} us"
+    return [claim, Claim(f"{name}: torch / ours", round(eager / ours, 2), "x", "", None, said)]
+
+
+def bias_claims() -> list[Claim]:
+    """Gradients of biases: of qkv, fc1, the rest of a vision block, and of the audio tower."""
+    found = []
+    for rows, width in ((PATCHES, INNER), (PATCHES, 3 * WIDTH), (PATCHES, WIDTH), (TOKENS, 1280)):
+        x = draw(rows, width)
+        name = f"sum over rows [{rows}, {width}]"
+        found += beside(name, lambda x=x: column_sum(x), lambda x=x: x.sum(0), 2 * x.numel())  # type: ignore[misc]
+    return found
+
+
+def gelu_claims() -> list[Claim]:
+    """GELU with the gradient of the bias before it, and then with the product."""
+    found = []
+    x, dout = draw(PATCHES, INNER), draw(PATCHES, INNER)
+    size = 2 * x.numel()
+    for kind in ("tanh", "none"):
+
+        def torchs(kind: str = kind) -> tuple[Tensor, Tensor]:
+            change = torch.ops.aten.gelu_backward(dout, x, approximate=kind)
+            return change, change.sum(0)
+
+        def backward(kind: str = kind) -> tuple[Tensor, Tensor | None]:
+            return gelu_backward(x, dout, kind, sums=True)
+
+        name = f"GELU ({kind}) [{PATCHES}, {INNER}], "
+        forward: list[Run] = [
+            lambda kind=kind: gelu_forward(x, kind),  # type: ignore[misc]
+            lambda kind=kind: torch.nn.functional.gelu(x, approximate=kind),  # type: ignore[misc]
+        ]
+        found += beside(f"{name}forward", forward[0], forward[1], 2 * size)
+        found += beside(f"{name}backward with the sum of its rows", backward, torchs, 3 * size)
+    return [*found, *(layer_claim(rows, graph) for rows, graph in ((PATCHES, True), (PATCHES, False), (64, False)))]
+
+
+def layer_claim(rows: int, graph: bool) -> Claim:
+    """A linear layer with GELU, in a CUDA graph or as the host launches it, which is all there is of few rows."""
+    leaves = [draw(*shape).requires_grad_() for shape in ((rows, WIDTH), (INNER, WIDTH), (INNER,))]
+    given = draw(rows, INNER)
+
+    def both(layer: Callable[..., Tensor]) -> Run:
+        return lambda: torch.autograd.grad(layer(*leaves, "tanh"), leaves, given)
+
+    ours, torchs = (milliseconds(both(module.linear_gelu), graph=graph) for module in (triton_linear, linear))
+    title = (
+        f"linear layer and GELU [{rows}, {WIDTH}] -> {INNER}, forward + backward{'' if graph else ', with launches'}"
+    )
+    said = f"{ours * 1000:.0f} us, torch {torchs * 1000:.0f} us"
+    return Claim(f"{title}: torch / ours", round(torchs / ours, 2), "x", "", None, said)
 
 
 def router_claims() -> list[Claim]:

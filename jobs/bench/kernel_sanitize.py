@@ -20,8 +20,10 @@ from torch import Tensor
 
 from train.ops.linear_cross_entropy import IGNORED
 from train.ops.lora_types import ExpertLora
-from train.ops.triton_adamw import adamw
+from train.ops.triton_adamw import adamw, adamw_many
+from train.ops.triton_column_sum import column_sum
 from train.ops.triton_layer_norm import layer_norm
+from train.ops.triton_linear import linear, linear_gelu
 from train.ops.triton_linear_cross_entropy import linear_cross_entropy
 from train.ops.triton_moe import moe_experts
 from train.ops.triton_muon import average, change, divide
@@ -120,6 +122,21 @@ def layer() -> Found:
     return found
 
 
+def tower() -> Found:
+    """Linear layers of the towers: sums of one stage and of two, GELU both ways, gradients whose rows lie apart, and
+    those of frozen biases."""
+    found: Found = []
+    for rows, inner, width in ((5, 8, 20), (301 if DEVICE == "cuda" else 37, 24, 136), (150, 8, 33)):
+        x, weight, bias = draw(rows, inner), draw(width, inner), draw(width)
+        found += backward((linear(x, weight, bias),), [x, weight, bias])
+        for kind in ("none", "tanh"):
+            found += backward((linear_gelu(x, weight, bias, kind),), [x, weight, bias])
+            found += backward((linear_gelu(x, weight, bias.detach(), kind)[:, 1:],), [x, weight])
+        joint = draw(rows, width + 3, dtype=FULL).detach()
+        found += [column_sum(joint[:, 1:-2]), column_sum(joint.t())]
+    return found
+
+
 def rotary() -> Found:
     """With both norms, with one and with a rest of the head that is not turned; the towers' on views."""
     found: Found = []
@@ -156,6 +173,11 @@ def optimizers() -> Found:
         tensors = AdamWTensors(one, two, three, four.abs())
         draws = Draws.of(1, 7, "w", "parameter", place), Draws.of(1, 7, "w", "exp_avg_sq", place)
         adamw(tensors, AdamWNumbers(1e-2, 0.9, 0.99, 1e-8, 0.1, 7), draws if random else None)
+        parts = [[draw(size).detach().abs()[start:] for _ in range(4)] for size in (7, 2048, 2345) for start in (0, 3)]
+        adamw_many(
+            [(AdamWTensors(*t), AdamWNumbers(1e-2, 0.9, 0.99, 1e-8, 0.1, 7), draws if random else None) for t in parts]
+        )
+        found += [t for four in parts for t in four]
         gradient, buffer = draw(2345).detach(), draw(2345).detach()
         out = torch.empty(2345, dtype=HALF, device=DEVICE)
         average(gradient, buffer, out, 0.9, True, draws[0] if random else None, 0)
@@ -169,8 +191,8 @@ def optimizers() -> Found:
 
 
 PARTS: dict[str, Callable[[], Found]] = {
-    "rms": rms, "layer": layer, "rotary": rotary, "pointwise": pointwise, "loss": loss, "moe": moe, "lora": lora,
-    "optimizers": optimizers,
+    "rms": rms, "layer": layer, "tower": tower, "rotary": rotary, "pointwise": pointwise, "loss": loss, "moe": moe,
+    "lora": lora, "optimizers": optimizers,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import json
@@ -20,6 +21,7 @@ from train.callbacks.base import Callback
 from train.callbacks.checkpoint import CheckpointCallback
 from train.callbacks.evaluation import EvaluationCallback
 from train.callbacks.export import ExportCallback
+from train.callbacks.garbage import GarbageCallback
 from train.callbacks.memory import MemoryCallback, is_out_of_memory
 from train.callbacks.metrics import MetricsCallback, MetricsEnd
 from train.callbacks.moe_load import MoeLoadCallback
@@ -320,6 +322,27 @@ def test_running_out_of_memory_is_recognised_and_a_cpu_has_nothing_to_record(tmp
     trainer.train(1)
     trainer.fail(torch.OutOfMemoryError())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_collections_leave_out_what_was_there(tmp_path: Path, fails: bool) -> None:
+    assert gc.get_freeze_count() == 0
+    trainer = Trainer(tmp_path, [GarbageCallback()])
+    trainer.call("on_train_begin")
+    before = gc.get_freeze_count()
+    assert before > 10_000 and len(gc.get_objects()) < before / 2
+    made = [[[]] for _ in range(100)]
+    trainer.step()
+    after = gc.get_freeze_count()
+    assert after >= before + len(made)  # what the first step makes stays as long
+    later = [[[]] for _ in range(100)]
+    trainer.step()
+    assert gc.get_freeze_count() == after and later in gc.get_objects()
+    if fails:
+        trainer.fail(ResumableError("stopped"))
+    else:
+        trainer.call("on_train_end")
+    assert gc.get_freeze_count() == 0 and made in gc.get_objects()
 
 
 def test_a_stop_reaches_the_trainer(tmp_path: Path) -> None:

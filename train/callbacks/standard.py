@@ -11,6 +11,7 @@ from train.callbacks.checkpoint import CheckpointCallback
 from train.callbacks.evaluation import EvaluationCallback
 from train.callbacks.export import ExportCallback
 from train.callbacks.finite import FiniteCallback
+from train.callbacks.garbage import GarbageCallback
 from train.callbacks.memory import MemoryCallback
 from train.callbacks.metrics import MetricsCallback, MetricsEnd
 from train.callbacks.moe_load import MoeLoadCallback
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
-    """Stopping, progress, metrics, source loss, MoE load, finite gradients, evaluation, checkpoint, export, profiler,
-    memory, of a trainer that has all but these; a collective call. Evaluation comes before saving, so that a checkpoint
-    knows its result."""
+    """Stopping, garbage, progress, metrics, source loss, MoE load, finite gradients, evaluation, checkpoint, export,
+    profiler, memory, of a trainer that has all but these; a collective call. Evaluation comes before saving, so that a
+    checkpoint knows its result."""
     config, mesh = trainer.args.train, trainer.mesh
     rank, world_size, first = mesh.rank, mesh.world_size, mesh.rank == 0
     checkpointer = trainer.checkpointer
@@ -52,6 +53,7 @@ def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
     shown: list[Callback] = [progress] if progress is not None else []
     return [
         StoppingCallback(Stopper(world_size)),
+        GarbageCallback(),
         *shown,
         metrics,
         source_loss,

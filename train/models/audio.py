@@ -19,8 +19,8 @@ from schemas.errors import ConfigError, UnsupportedError
 from schemas.geometry import MEL_WINDOW, TOKENS_PER_WINDOW
 from train.models.checkpointing import BlockStack
 from train.models.layer_norm import LayerNorm
+from train.models.linear import TowerLinear, activated, activation
 from train.models.rope import to_device
-from train.models.vision import activation
 from train.ops.registry import Ops
 from train.ops.segments import Segments
 
@@ -51,10 +51,10 @@ class AudioAttention(nn.Module):
         self.heads: int = config.encoder_attention_heads
         if width % self.heads:
             raise ConfigError(f"audio_config: d_model {width} is no multiple of {self.heads} heads")
-        self.q_proj = nn.Linear(width, width)
-        self.k_proj = nn.Linear(width, width)
-        self.v_proj = nn.Linear(width, width)
-        self.out_proj = nn.Linear(width, width)
+        self.q_proj = TowerLinear(width, width, ops)
+        self.k_proj = TowerLinear(width, width, ops)
+        self.v_proj = TowerLinear(width, width, ops)
+        self.out_proj = TowerLinear(width, width, ops)
         self.attention: Callable[..., Tensor] = ops.attention
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
@@ -71,15 +71,15 @@ class AudioBlock(nn.Module):
         self.self_attn_layer_norm = LayerNorm(config.d_model, NORM_EPS, ops)
         self.self_attn = AudioAttention(config, ops)
         self.final_layer_norm = LayerNorm(config.d_model, NORM_EPS, ops)
-        self.fc1 = nn.Linear(config.d_model, config.encoder_ffn_dim)
-        self.fc2 = nn.Linear(config.encoder_ffn_dim, config.d_model)
+        self.fc1 = TowerLinear(config.d_model, config.encoder_ffn_dim, ops)
+        self.fc2 = TowerLinear(config.encoder_ffn_dim, config.d_model, ops)
         self.act = activation(config.activation_function, "audio_config")
 
     def forward(self, hidden: Tensor, segments: Segments) -> Tensor:
         """[m, C] of rows [m, C]."""
         normed, hidden = self.self_attn_layer_norm(hidden)
         normed, hidden = self.final_layer_norm(self.self_attn(normed, segments), hidden)
-        return hidden + self.fc2(self.act(self.fc1(normed)))
+        return hidden + self.fc2(activated(self.fc1, normed, self.act))
 
 
 class AudioTower(BlockStack):
@@ -101,9 +101,9 @@ class AudioTower(BlockStack):
         self.conv_out = nn.Linear(channels * halved(halved(halved(self.num_mel))), width, bias=False)
         self.layers = nn.ModuleList(AudioBlock(config, ops) for _ in range(config.encoder_layers))
         self.ln_post = LayerNorm(width, NORM_EPS, ops)
-        self.proj1 = nn.Linear(width, width)
+        self.proj1 = TowerLinear(width, width, ops)
         self.act = activation(config.activation_function, "audio_config")
-        self.proj2 = nn.Linear(width, config.output_dim)
+        self.proj2 = TowerLinear(width, config.output_dim, ops)
 
     def forward(self, mel: Tensor, lengths: Sequence[int]) -> Tensor:
         """[m, H] of log-mel [num_mel, M] whose pieces have these lengths; the rows of each piece follow one another,
@@ -120,7 +120,7 @@ class AudioTower(BlockStack):
         for block in self.layers:
             hidden = self.run_block(block, hidden, segments)
         normed, _ = self.ln_post(hidden)
-        out: Tensor = self.proj2(self.act(self.proj1(normed)))
+        out: Tensor = self.proj2(activated(self.proj1, normed, self.act))
         return out
 
     def dummy(self) -> tuple[Tensor, list[int]]:

@@ -86,11 +86,17 @@ def keeps_projections(policy: CheckpointPolicy) -> bool:
 
 
 class Projection(nn.Linear):
-    """A linear layer beside attention, whose result a block can keep."""
+    """A linear layer beside attention, whose result a block can keep. compute: makes it of x, weight and bias."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, compute: Callable[..., Tensor] = linear
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.compute = compute
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., out] of [..., in]."""
-        return linear(x, self.weight, self.bias)
+        return self.compute(x, self.weight, self.bias)
 
 
 def run_plainly(block: Callable[..., Any], *inputs: Any) -> Any:

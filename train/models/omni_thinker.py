@@ -32,13 +32,14 @@ class OmniThinker(FoundationModel):
         return self.model
 
     def encode(self, inputs: ModelInputs) -> MediaEmbeddings:
-        # sound first: its many short kernels are launched while a GPU still computes what came before
+        # vision first: a GPU works long on few kernels, behind which the many short ones of sound are launched, also in
+        # the backward pass, which vision ends
+        found = encode_vision(self.visual, inputs)
         audio = zero = None
         if inputs.mel_lengths and inputs.mel is not None:
             audio = self.audio_tower(inputs.mel, inputs.mel_lengths)
         elif inputs.dummy_audio:
             zero = zero_of(self.audio_tower(*self.audio_tower.dummy()))
-        found = encode_vision(self.visual, inputs)
         if zero is not None and found.zero is not None:
             zero = found.zero + zero
         return replace(found, audio=audio, zero=found.zero if zero is None else zero)

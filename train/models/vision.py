@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schemas.errors import ConfigError, UnsupportedError
 from train.models.checkpointing import BlockStack, Projection
 from train.models.inputs import Grid
 from train.models.layer_norm import LayerNorm
+from train.models.linear import Gelu, TowerLinear, activated, activation
 from train.models.rope import RopeSpec, RotaryTable, vision_table
 from train.ops.registry import Ops
 from train.ops.segments import Segments
@@ -29,39 +29,29 @@ if TYPE_CHECKING:
 NORM_EPS = 1e-6
 
 
-def activation(name: str, owner: str) -> Callable[[Tensor], Tensor]:
-    """The activation of a tower's MLP by its name in the config; UnsupportedError for another."""
-    if name == "gelu":
-        return F.gelu
-    if name == "gelu_pytorch_tanh":
-        return partial(F.gelu, approximate="tanh")
-    if name == "silu":
-        return F.silu
-    raise UnsupportedError(f"{owner}: activation {name!r}; the towers know gelu, gelu_pytorch_tanh and silu")
-
-
 class PatchProjection(nn.Module):
     """The convolution of patches that do not overlap, as a product: weight [C, channels, temporal_patch, patch, patch],
     as in the hub's files."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
         patch = config.patch_size
         shape = (config.hidden_size, config.in_channels, config.temporal_patch_size, patch, patch)
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(config.hidden_size))
+        self.compute: Callable[..., Tensor] = ops.linear
 
     def forward(self, patches: Tensor) -> Tensor:
         """[P, C] of patches [P, channels * temporal_patch * patch * patch]."""
-        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        return self.compute(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 class PatchEmbed(nn.Module):
     """Holds the projection under its name."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
-        self.proj = PatchProjection(config)
+        self.proj = PatchProjection(config, ops)
 
     def forward(self, patches: Tensor) -> Tensor:
         rows: Tensor = self.proj(patches)
@@ -74,8 +64,8 @@ class VisionAttention(nn.Module):
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
         self.heads: int = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = Projection(config.hidden_size, config.hidden_size)
+        self.qkv = TowerLinear(config.hidden_size, 3 * config.hidden_size, ops)
+        self.proj = Projection(config.hidden_size, config.hidden_size, compute=partial(ops.linear, kept=True))
         self.attention: Callable[..., Tensor] = ops.attention
         self.turn: Callable[..., tuple[Tensor, Tensor]] = ops.vision_rope
 
@@ -89,14 +79,14 @@ class VisionAttention(nn.Module):
 class VisionMLP(nn.Module):
     """Two layers with an activation between."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
-        self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.linear_fc1 = TowerLinear(config.hidden_size, config.intermediate_size, ops)
+        self.linear_fc2 = TowerLinear(config.intermediate_size, config.hidden_size, ops)
         self.act = activation(config.hidden_act, config.model_type)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(self.act(self.linear_fc1(x)))
+        return self.linear_fc2(activated(self.linear_fc1, x, self.act))
 
 
 class VisionBlock(nn.Module):
@@ -107,7 +97,7 @@ class VisionBlock(nn.Module):
         self.norm1 = LayerNorm(config.hidden_size, NORM_EPS, ops)
         self.attn = VisionAttention(config, ops)
         self.norm2 = LayerNorm(config.hidden_size, NORM_EPS, ops)
-        self.mlp = VisionMLP(config)
+        self.mlp = VisionMLP(config, ops)
 
     def forward(self, hidden: Tensor, rope: RotaryTable, segments: Segments) -> Tensor:
         """[P, C] of rows [P, C]."""
@@ -125,13 +115,14 @@ class VLMerger(nn.Module):
         self.joined: int = config.hidden_size * config.spatial_merge_size**2
         self.late_norm = late_norm
         self.norm = LayerNorm(self.joined if late_norm else config.hidden_size, NORM_EPS, ops)
-        self.linear_fc1 = nn.Linear(self.joined, self.joined)
-        self.linear_fc2 = nn.Linear(self.joined, config.out_hidden_size)
+        self.linear_fc1 = TowerLinear(self.joined, self.joined, ops)
+        self.linear_fc2 = TowerLinear(self.joined, config.out_hidden_size, ops)
+        self.act = Gelu()
 
     def forward(self, x: Tensor) -> Tensor:
         """[P / merge_size ** 2, H] of patches [P, C]."""
         normed, _ = self.norm(x.reshape(-1, self.joined) if self.late_norm else x)
-        return self.linear_fc2(F.gelu(self.linear_fc1(normed.reshape(-1, self.joined))))
+        return self.linear_fc2(activated(self.linear_fc1, normed.reshape(-1, self.joined), self.act))
 
 
 class OmniMerger(nn.Module):
@@ -142,13 +133,14 @@ class OmniMerger(nn.Module):
         self.joined: int = config.hidden_size * config.spatial_merge_size**2
         self.late_norm = late_norm
         self.ln_q = LayerNorm(self.joined if late_norm else config.hidden_size, NORM_EPS, ops)
-        layers = [nn.Linear(self.joined, self.joined), nn.GELU(), nn.Linear(self.joined, config.out_hidden_size)]
-        self.mlp = nn.Sequential(*layers)
+        first = TowerLinear(self.joined, self.joined, ops)
+        self.mlp = nn.Sequential(first, nn.GELU(), TowerLinear(self.joined, config.out_hidden_size, ops))
 
     def forward(self, x: Tensor) -> Tensor:
         """[P / merge_size ** 2, H] of patches [P, C]."""
         normed, _ = self.ln_q(x.reshape(-1, self.joined) if self.late_norm else x)
-        rows: Tensor = self.mlp(normed.reshape(-1, self.joined))
+        first, act, second = self.mlp
+        rows: Tensor = second(activated(first, normed.reshape(-1, self.joined), act))
         return rows
 
 
@@ -171,7 +163,7 @@ class VisionTower(BlockStack):
         self.deepstack_indexes = tuple(config.deepstack_visual_indexes)
         if any(not 0 <= index < config.depth for index in self.deepstack_indexes):
             raise ConfigError(f"deepstack_visual_indexes {self.deepstack_indexes} of a tower of depth {config.depth}")
-        self.patch_embed = PatchEmbed(config)
+        self.patch_embed = PatchEmbed(config, ops)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config, ops) for _ in range(config.depth))
         self.merger = merger(config, ops, late_norm=False)

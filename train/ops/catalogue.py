@@ -27,7 +27,7 @@ class Needs:
 class Backend:
     """One implementation. target: "module:function"; rank: `auto` takes the lowest that is available; repeatable: gives
     the same bits at every run; recorded: of attention, blocks that are computed again can keep its results;
-    announces_dx: of experts, takes a function dx_made, see `train.ops.triton_moe`."""
+    asked: of experts, takes an `ExpertBackward` (`train.ops.expert_backward`)."""
 
     name: str
     target: str
@@ -35,7 +35,7 @@ class Backend:
     needs: Needs = Needs()
     repeatable: bool = True
     recorded: bool = False
-    announces_dx: bool = False
+    asked: bool = False
 
     @property
     def module(self) -> str:
@@ -70,6 +70,13 @@ def _pointwise(op: str, module: str, triton_module: str, *, measured: bool = Tru
         Backend("triton", f"train.ops.{triton_module}:{op}", 0, TRITON),
         Backend("compile", f"train.ops.compiled:{op}", 10, COMPILE),
         Backend("eager", f"train.ops.{module}:{op}", 20 if measured else -1),
+    )
+
+
+def _tower_linear(op: str, *, measured: bool) -> tuple[Backend, ...]:
+    return (
+        Backend("triton", f"train.ops.triton_linear:{op}", 0, TRITON),
+        Backend("eager", f"train.ops.linear:{op}", 20 if measured else -1),
     )
 
 
@@ -125,7 +132,7 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
     "moe_experts": (
         "moe_implementation",
         (
-            Backend("fused_triton", "train.ops.triton_moe:moe_experts", 0, TRITON, announces_dx=True),
+            Backend("fused_triton", "train.ops.triton_moe:moe_experts", 0, TRITON, asked=True),
             Backend("grouped_mm", "train.ops.moe_grouped_mm:grouped_mm", 10),
             Backend("eager", "train.ops.moe:eager", 20),
         ),
@@ -143,6 +150,8 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
         "layer_norm_implementation",
         _pointwise("layer_norm", "layer_norm", "triton_layer_norm"),
     ),
+    "linear": ("linear_implementation", _tower_linear("linear", measured=False)),
+    "linear_gelu": ("linear_gelu_implementation", _tower_linear("linear_gelu", measured=False)),
     "qk_norm_rope": ("rotary_pos_emb_implementation", _pointwise("qk_norm_rope", "rope", "triton_rope")),
     "vision_rope": ("rotary_pos_emb_vision_implementation", _pointwise("vision_rope", "rope", "triton_vision_rope")),
     "swiglu": ("swiglu_mlp_implementation", _pointwise("swiglu", "swiglu", "triton_swiglu")),

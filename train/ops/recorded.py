@@ -163,12 +163,20 @@ def recording_of(kind: Kind) -> Recording | None:
     return recording if recording is not None and kind in recording.kinds else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, whose result a block may keep. x: [..., in]; weight: [out, in]; bias: [out]."""
-    recording = recording_of("projection")
-    if recording is None:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    column_sum: Callable[[Tensor], Tensor] | None = None,
+    *,
+    kept: bool = True,
+) -> Tensor:
+    """x @ weight.T + bias, whose result a block may keep. x: [..., in]; weight: [out, in]; bias: [out]; column_sum: of
+    [N, out], makes the gradient of the bias, None = torch's; kept: False = a result that no block keeps."""
+    recording = recording_of("projection") if kept else None
+    if recording is None and column_sum is None:
         return F.linear(x, weight, bias)
-    out: Tensor = _Linear.apply(recording, x, weight, bias)
+    out: Tensor = _Linear.apply(recording, column_sum, x, weight, bias)
     return out
 
 
@@ -176,9 +184,19 @@ class _Linear(Function):
     """Saves what the gradients that are asked for need, as torch's own does."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        _, of_x, of_weight, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any,
+        recording: Recording | None,
+        column_sum: Callable[[Tensor], Tensor] | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor | None:
+        _, _, of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.column_sum = column_sum
+        if recording is None:
+            return F.linear(x, weight, bias)
         return recording.results("projection", lambda: (F.linear(x, weight, bias),))[0]
 
     @staticmethod
@@ -187,7 +205,10 @@ class _Linear(Function):
         rows = dout.flatten(0, -2)
         dx = None if weight is None else dout @ weight
         dweight = None if x is None else rows.t() @ x.flatten(0, -2)
-        return None, dx, dweight, rows.sum(0) if ctx.needs_input_grad[3] else None
+        dbias = None
+        if ctx.needs_input_grad[4]:
+            dbias = rows.sum(0) if ctx.column_sum is None else ctx.column_sum(rows)
+        return None, None, dx, dweight, dbias
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,8 @@ class Ops:
     linear_cross_entropy: OpSlot
     rms_norm: OpSlot
     layer_norm: OpSlot
+    linear: OpSlot
+    linear_gelu: OpSlot
     qk_norm_rope: OpSlot
     vision_rope: OpSlot
     swiglu: OpSlot

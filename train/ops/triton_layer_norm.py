@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.ops.triton_tiles import num_sms
+from train.ops.triton_tiles import as_rows, num_sms
 
 FORWARD, BACKWARD = 32, 32  # elements of the main part for each thread; 1152 columns need no more than a warp
 FORWARD_WARPS, BACKWARD_WARPS = 16, 8  # on a multiprocessor, as many as registers leave room for
@@ -55,10 +55,9 @@ def layer_norm(
     x, residual: [..., C]; weight, bias: [C]. The sum is rounded to x's dtype first; all else is float32, rounded once.
     The variance is that of the differences from the mean. Results have the same bits at every run.
     """
-    width = x.shape[-1]
-    flat = None if residual is None else residual.reshape(-1, width)
-    y, total = _LayerNorm.apply(x.reshape(-1, width), weight.contiguous(), bias.contiguous(), eps, flat)
-    return y.view(x.shape), total.view(x.shape)
+    flat = None if residual is None else as_rows(residual)
+    y, total = _LayerNorm.apply(as_rows(x), weight.contiguous(), bias.contiguous(), eps, flat)
+    return (y, total) if x.dim() == 2 else (y.view(x.shape), total.view(x.shape))
 
 
 class _LayerNorm(torch.autograd.Function):

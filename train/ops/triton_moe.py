@@ -27,8 +27,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from schemas.errors import UnsupportedError
+from train.ops.expert_backward import ExpertBackward
 from train.ops.lora_types import ExpertLora
-from train.ops.triton_moe_gemm import alignment, down_backward, gate_up_products, row_products, weight_gradient
+from train.ops.triton_moe_gemm import (
+    add_weight_gradient,
+    alignment,
+    down_backward,
+    gate_up_products,
+    row_products,
+    weight_gradient,
+)
 from train.ops.triton_moe_routing import Routing, build_routing
 from train.ops.triton_moe_rows import gather_sum, spread, weight_sums
 
@@ -37,14 +45,14 @@ Factors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # low_a, gate_b, up_b, 
 
 def moe_experts(
     x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None,
-    dx_made: Callable[[Tensor], None] | None = None,
+    asked: ExpertBackward | None = None,
 ) -> Tensor:  # fmt: skip
     """[T, H] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), summed in float32.
 
     x: [T, H]; expert_ids: int64 [T, k], those outside [0, E) contribute nothing; weights: float32 [T, k];
     gate_up: [E, 2I, H], the gate's rows first; down: [E, H, I]. H and I must be multiples of 8 (4 for float32), which
-    the descriptors' strides of 16 bytes ask for. The backward pass overwrites what it saved: it runs once. dx_made: is
-    called in the backward pass with the gradient of x, before the experts' own gradients, which take longer.
+    the descriptors' strides of 16 bytes ask for. The backward pass overwrites what it saved: it runs once. asked: of
+    the backward pass.
     """
     aligned = 16 // x.element_size()
     if x.shape[1] % aligned or down.shape[2] % aligned:
@@ -61,7 +69,7 @@ def moe_experts(
     tensors = (x.contiguous(), weights.float().contiguous(), _dense(gate_up), _dense(down), *factors)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     between = _Between()
-    out: Tensor = _Down.apply(between, _Experts.apply(between, dx_made, expert_ids, keep, *tensors))
+    out: Tensor = _Down.apply(between, _Experts.apply(between, asked or ExpertBackward(), expert_ids, keep, *tensors))
     return out
 
 
@@ -83,8 +91,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, between: _Between, dx_made: Callable[[Tensor], None] | None, expert_ids: Tensor, keep: bool,
-        x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor | None,
+        ctx: Any, between: _Between, asked: ExpertBackward, expert_ids: Tensor, keep: bool, x: Tensor,
+        weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         routing = build_routing(expert_ids, gate_up.shape[0], *alignment(x))
         low_a, gate_b, up_b, down_a, down_b = factors
@@ -96,7 +104,7 @@ class _Experts(torch.autograd.Function):
             low = row_products(rows, low_a, routing, transposed=True)
             z, h = gate_up_products(rows, gate_up, routing, False, keep, low, gate_b, up_b)
             del rows
-        ctx.routing, ctx.dx_made = routing, dx_made
+        ctx.routing, ctx.asked = routing, asked
         ctx.save_for_backward(x, z, low, weights, gate_up, down, *factors)
         between.products = partial(_down_products, h, down, routing, weights, down_a, down_b)
         return x.new_empty(()).expand(x.shape)
@@ -107,13 +115,14 @@ class _Experts(torch.autograd.Function):
         x, z, low, weights, gate_up, down, low_a, gate_b, up_b, down_a, down_b = ctx.saved_tensors
         routing, needs = ctx.routing, ctx.needs_input_grad[4:]  # of x, weights, gate_up, down
         tokens = x.shape[0]
+        gate_up_so_far, down_so_far = ctx.asked.so_far()
         dy = spread(dout.contiguous(), routing)
         low_dy = None if down_b is None else row_products(dy, down_b, routing, transposed=False)
         scaled, partial = down_backward(dy, down, z, weights, routing, low_dy, down_a)
         dz = z  # a second backward pass would take these gradients for activations, so autograd must refuse it
         torch.autograd.graph.increment_version(z)
         dweights = weight_sums(partial, routing, weights.shape) if needs[1] else None
-        ddown = weight_gradient(dy, scaled, routing) if needs[3] else None
+        ddown = add_weight_gradient(down_so_far, dy, scaled, routing) if needs[3] else None
         ddown_a = ddown_b = dlow = dlow_a = dgate_b = dup_b = None
         if low_dy is not None:
             low_scaled = row_products(scaled, down_a, routing, transposed=True)
@@ -124,12 +133,12 @@ class _Experts(torch.autograd.Function):
         dx = None
         if needs[0]:
             dx = gather_sum(row_products(dz, gate_up, routing, False, dlow, low_a), routing, None, tokens)
-            if ctx.dx_made is not None:
-                ctx.dx_made(dx)
+            if ctx.asked.dx_made is not None:
+                ctx.asked.dx_made(dx)
         dgate_up = None
         if needs[2] or dlow is not None:
             rows = spread(x, routing)
-            dgate_up = weight_gradient(dz, rows, routing) if needs[2] else None
+            dgate_up = add_weight_gradient(gate_up_so_far, dz, rows, routing) if needs[2] else None
             if dlow is not None:
                 dlow_a = weight_gradient(dlow, rows, routing, shared=low_a.shape[0] == 1)
         return None, None, None, None, dx, dweights, dgate_up, ddown, dlow_a, dgate_b, dup_b, ddown_a, ddown_b

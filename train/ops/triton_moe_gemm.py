@@ -120,16 +120,32 @@ def down_backward(
 
 def weight_gradient(a: Tensor, b: Tensor, routing: Routing, shared: bool = False) -> Tensor:
     """[E, P, Q] = sum over each expert's rows of a [M, P] outer b [M, Q]; [1, P, Q], over all experts, when shared."""
+    shape = (routing.num_experts, a.shape[1], b.shape[1])
+    gradient = a.new_empty(shape, dtype=torch.float32 if shared else a.dtype)
+    _weight_gradient(gradient, a, b, routing, add=False)
+    return gradient.sum(0, keepdim=True).to(a.dtype) if shared else gradient
+
+
+def add_weight_gradient(so_far: Tensor | None, a: Tensor, b: Tensor, routing: Routing) -> Tensor | None:
+    """Adds `weight_gradient` to so_far [E, P, Q], each sum rounded once; without so_far it is returned."""
+    if so_far is None:
+        return weight_gradient(a, b, routing)
+    expected = (routing.num_experts, a.shape[1], b.shape[1])
+    assert so_far.shape == expected and so_far.dtype == a.dtype and so_far.is_contiguous(), "the gradient so far"
+    _weight_gradient(so_far, a, b, routing, add=True)
+    return None
+
+
+def _weight_gradient(gradient: Tensor, a: Tensor, b: Tensor, routing: Routing, *, add: bool) -> None:
     few = routing.row_of_slot.numel() < FEW_ROWS * routing.num_experts
     tile = pick_tile(WEIGHT_GRADIENT_OF_FEW if few else WEIGHT_GRADIENT, a)
     p, q = a.shape[1], b.shape[1]
     edge_p, edge_q = (min(edge, max(16, triton.next_power_of_2(size))) for edge, size in ((tile.m, p), (tile.n, q)))
-    gradient = a.new_empty(routing.num_experts, p, q, dtype=torch.float32 if shared else a.dtype)
     weight_gradient_kernel[(routing.num_experts * triton.cdiv(p, edge_p) * triton.cdiv(q, edge_q),)](
         _rows_of(a, tile.k, edge_p), _rows_of(b, tile.k, edge_q), gradient, routing.starts, routing.ends,
-        routing.expert_order, P=p, Q=q, BP=edge_p, BQ=edge_q, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+        routing.expert_order, P=p, Q=q, BP=edge_p, BQ=edge_q, BK=tile.k, ADD=add, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
-    return gradient.sum(0, keepdim=True).to(a.dtype) if shared else gradient
 
 
 def _programs(tiles: int, tile: Tile, tensor: Tensor) -> tuple[int]:

@@ -206,9 +206,9 @@ def down_backward_kernel(
 @triton.jit
 def weight_gradient_kernel(
     a, b, gradient, starts, ends, expert_order,
-    P: tl.constexpr, Q: tl.constexpr, BP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, BP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """gradient[e] [P, Q] = sum over the rows of e of a[row] [P] outer b[row] [Q].
+    """gradient[e] [P, Q] = sum over the rows of e of a[row] [P] outer b[row] [Q]; when ADD, it is added to.
 
     a, b: descriptors with rows of M, padding rows zero; gradient: [E, P, Q], zeros for experts without rows. The
     busiest experts come first, so that none of them is alone at the end.
@@ -225,4 +225,7 @@ def weight_gradient_kernel(
     ps = p + tl.arange(0, BP)
     qs = q + tl.arange(0, BQ)
     at = gradient + expert.to(tl.int64) * (P * Q) + ps[:, None] * Q + qs[None, :]
-    tl.store(at, acc.to(gradient.dtype.element_ty), mask=(ps < P)[:, None] & (qs < Q)[None, :])
+    mask = (ps < P)[:, None] & (qs < Q)[None, :]
+    if ADD:
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(gradient.dtype.element_ty), mask=mask)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.ops.triton_tiles import num_sms
+from train.ops.triton_tiles import as_rows, num_sms
 
 ELEMENTS = 8192  # of a program's tile; several rows of a small hidden size
 
@@ -26,10 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     x, residual: [..., H]; weight: [H]. The sum is rounded to x's dtype first; all else is float32, rounded once.
     """
-    width = x.shape[-1]
-    flat = None if residual is None else residual.reshape(-1, width)
-    y, total = _RmsNorm.apply(x.reshape(-1, width), weight.contiguous(), eps, flat)
-    return y.view(x.shape), total.view(x.shape)
+    flat = None if residual is None else as_rows(residual)
+    y, total = _RmsNorm.apply(as_rows(x), weight.contiguous(), eps, flat)
+    return (y, total) if x.dim() == 2 else (y.view(x.shape), total.view(x.shape))
 
 
 class _RmsNorm(torch.autograd.Function):

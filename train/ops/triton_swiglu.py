@@ -16,11 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from train.ops.triton_tiles import as_rows
+
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up in float32, rounded once; all [..., I]. They may be views, halves of a joint projection."""
-    width = gate.shape[-1]
-    return _SwiGlu.apply(gate.reshape(-1, width), up.reshape(-1, width)).view(gate.shape)
+    out = _SwiGlu.apply(as_rows(gate), as_rows(up))
+    return out if gate.dim() == 2 else out.view(gate.shape)
 
 
 class _SwiGlu(torch.autograd.Function):

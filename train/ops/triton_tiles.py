@@ -62,6 +62,11 @@ def num_sms(device: torch.device) -> int:
     return 2 if INTERPRETED.value else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """[N, C] of x [..., C]; x itself where it is that, for a view would be a node of autograd."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def pick_tile(table: dict[str, AnyTile], tensor: Tensor) -> AnyTile:
     """The row of the table for the tensor's chip; `float32` for tensors of that type, which take twice the room."""
     name = chip(tensor.device)

@@ -29,7 +29,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, dispatch: str = "a
                 setattr(module, name, _divided(parameter, mesh, f"{path}.{name}"))
             if gathers(dispatch, mesh.size(), module.top_k, rows):
                 assert rows is not None
-                gathered = GatheredExperts(module.compute, group, rows, announces_dx=_announces_dx(module.compute))
+                gathered = GatheredExperts(module.compute, group, rows, asked=_can_be_asked(module.compute))
                 module.compute, module.start = gathered, gathered.start
             else:
                 module.compute = ExpertParallel(module.compute, group)
@@ -43,10 +43,10 @@ def gathers(dispatch: str, ranks: int, top_k: int, rows: int | None) -> bool:
     return dispatch == "all_gather" or (dispatch == "auto" and rows is not None and 2 * ranks <= top_k)
 
 
-def _announces_dx(compute: object) -> bool:
+def _can_be_asked(compute: object) -> bool:
     """Of an op for experts."""
     backend = compute.backend if isinstance(compute, OpSlot) else None
-    return backend is not None and backend.announces_dx
+    return backend is not None and backend.asked
 
 
 def needs_no_fsdp(degrees: Degrees, config: FsdpConfig, master: torch.dtype) -> bool:
@@ -74,6 +74,8 @@ def shard_experts(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> set[nn.Pa
         own = dict(module.named_parameters(recurse=False))
         if all(needs_no_fsdp(mesh.degrees, config, parameter.dtype) for parameter in own.values()):
             left.update(own.values())
+            if isinstance(module.compute, GatheredExperts):
+                module.compute.adds_up = True
             continue
         for name, parameter in own.items():
             if parameter.shape[1] % ranks:

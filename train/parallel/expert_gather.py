@@ -11,13 +11,16 @@ Shapes: P ranks of a group; E experts; S rows of a rank, H hidden size, k expert
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.tensor import DTensor
 
+from train.ops.expert_backward import ExpertBackward, nothing_yet
 from train.ops.lora_types import ExpertLora
 from train.parallel.exchange import PartialSums, begin_gather
 from train.parallel.expert_local import NO_EXPERT, local_lora
@@ -44,13 +47,15 @@ class Underway:
 
 class GatheredExperts:
     """A moe_experts op of one rank's experts as one of all experts, with the same signature; gate_up and down are
-    DTensors that are sharded over the group. rows: R, what the rows of any rank are filled up to; announces_dx: whether
-    the op takes a function dx_made, so that the rows' gradient travels while the experts' own are computed."""
+    DTensors that are sharded over the group. rows: R, what the rows of any rank are filled up to; asked: whether the op
+    takes an `ExpertBackward`. The rows' gradient then travels while the experts' own are computed, and where `adds_up`
+    is set these are added to what earlier micro-batches left in `grad`. That is for parameters whose gradients nobody
+    but autograd collects; any backward pass then changes `grad`.
+    """
 
-    def __init__(
-        self, compute: Callable[..., Tensor], group: ProcessGroup, rows: int, *, announces_dx: bool = False
-    ) -> None:
-        self.compute, self.group, self.rows, self.announces_dx = compute, group, rows, announces_dx
+    def __init__(self, compute: Callable[..., Tensor], group: ProcessGroup, rows: int, *, asked: bool = False) -> None:
+        self.compute, self.group, self.rows, self.asked = compute, group, rows, asked
+        self.adds_up = False
         self.size, self.rank = group.size(), group.rank()
 
     def start(self, x: Tensor) -> Underway:
@@ -76,16 +81,22 @@ class GatheredExperts:
         """[S, H] of rows, or of what `start` made of them; see `train.ops.moe`."""
         sent = self.start(x) if isinstance(x, Tensor) else x
         call = sent.call
-        gate_up, down = local_part(gate_up), local_part(down)
+        more = {"asked": self._wanted(call, gate_up, down)} if self.asked else {}
+        gate_up, down = (
+            _OwnPart.apply(weight) if isinstance(weight, DTensor) else weight for weight in (gate_up, down)
+        )
         choices = self._filled(weights), self._filled(expert_ids, NO_EXPERT)
         every_weight, every_id = _GatherChoices.apply(*choices, self.group, call)
         ids = self._own(every_id, len(gate_up))
         sent.arrival.wait()  # the device, for the device
-        more: dict[str, Any] = {"dx_made": _sends(call, self.group)} if self.announces_dx else {}
         own_lora = local_lora(lora, self.rank, len(gate_up))
         made = self.compute(sent.every, ids, every_weight, gate_up, down, own_lora, **more)
         found: Tensor = _SumParts.apply(made, self.group, call)
         return found[: sent.count] if sent.count < self.rows else found
+
+    def _wanted(self, call: _Call, gate_up: Tensor, down: Tensor) -> ExpertBackward:
+        so_far = partial(_so_far, gate_up, down) if self.adds_up else nothing_yet
+        return ExpertBackward(_sends(call, self.group), so_far)
 
     def _filled(self, x: Tensor, value: int = 0) -> Tensor:
         """Up to as many rows as every rank sends."""
@@ -103,6 +114,33 @@ def _sends(call: _Call, group: ProcessGroup) -> Callable[[Tensor], None]:
         call.dx = PartialSums(dx, group)
 
     return send
+
+
+def _so_far(*weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """This rank's parts of their gradients."""
+    gate_up, down = (None if weight.grad is None else local_part(weight.grad) for weight in weights)
+    return gate_up, down
+
+
+def _own_part(weight: Tensor) -> Tensor:
+    own: Tensor = _OwnPart.apply(weight) if isinstance(weight, DTensor) else weight
+    return own
+
+
+class _OwnPart(torch.autograd.Function):
+    """What this rank has of a DTensor. Its gradient may be none, where it was added to the DTensor's own."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
+        ctx.set_materialize_grads(False)
+        own = weight.to_local()
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> DTensor | None:
+        own = gradients[0]
+        return None if own is None else DTensor.from_local(own, ctx.mesh, ctx.placements, run_check=False)
 
 
 class _GatherRows(torch.autograd.Function):

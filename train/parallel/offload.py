@@ -115,7 +115,7 @@ class _Input:
             before.fetch(ahead=False)
 
     def tensor(self) -> Tensor:
-        """On the device, once what runs there has come so far. In a second run the taker alone holds it: the graph keeps
+        """On the device, once what runs there has come so far. In a second run the taker alone holds it: the graph has
         this record until the backward pass of all blocks is over."""
         self.fetch(ahead=False)
         if self.ready is not None:

@@ -91,6 +91,15 @@ def test_real_sizes(rows: int, width: int, dtype: torch.dtype) -> None:
     assert max(errors) < (1e-5 if dtype == torch.float32 else 5e-3), errors
 
 
+def test_rows_take_one_node_of_autograd() -> None:
+    """No views around it; each costs the host as much as a kernel's launch."""
+    leaves = [t.to(DEVICE).requires_grad_() for t in inputs(5, 20)]
+    y, total = triton_layer_norm.layer_norm(*leaves[:3], EPS, leaves[3])
+    assert y.grad_fn is not None and y.grad_fn is total.grad_fn
+    behind = [node for node, _ in y.grad_fn.next_functions if node is not None]
+    assert len(behind) == 4 and all(node.name().endswith("AccumulateGrad") for node in behind)
+
+
 def test_only_the_sum_is_used() -> None:
     leaves = [t.to(DEVICE).requires_grad_() for t in inputs(5, 20)]
     _, total = triton_layer_norm.layer_norm(*leaves[:3], EPS, leaves[3])

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tests.train.ops.triton_cases import DEVICE, ON_GPU, kernels_can_run, relative_error
 from train.ops import norm, rope, swiglu, triton_moe, triton_norm, triton_rope, triton_swiglu, triton_vision_rope
+from train.ops.triton_column_sum import column_sum
+from train.ops.triton_gelu import gelu_backward, gelu_forward
 
 setup_module = kernels_can_run
 
@@ -63,6 +65,28 @@ def test_swiglu_of_rows_far_apart() -> None:
     gradients = torch.autograd.grad(found, (gate, up), torch.ones_like(found))
     wanted = torch.autograd.grad(expected, exact, torch.ones_like(expected))
     assert max(relative_error(a, b) for a, b in zip(gradients, wanted, strict=True)) < 1e-2
+
+
+def test_sums_and_gelu_of_rows_far_apart() -> None:
+    dout = far_apart(24, seed=1)
+    assert relative_error(column_sum(dout), dout.double().sum(0)) < 1e-2
+    x = torch.linspace(-2, 2, 48, device=DEVICE).view(2, 24).to(BF16)
+    (found, sums), (wanted, exact) = (gelu_backward(x, given, "tanh", sums=True) for given in (dout, dout.clone()))
+    assert torch.equal(found, wanted)
+    assert sums is not None and exact is not None and torch.equal(sums, exact)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(2**31 // 4304 + 77, marks=real_size)])
+def test_sums_and_gelu_of_many_rows(rows: int) -> None:
+    x = torch.randn(rows, 4304, device=DEVICE, dtype=BF16)
+    assert relative_error(column_sum(x), x.sum(0, dtype=torch.float32)) < 5e-3
+    out = gelu_forward(x, "tanh")
+    change, _ = gelu_backward(x, x, "tanh", sums=False)
+    last = x[-200:].float().requires_grad_()
+    expected = torch.nn.functional.gelu(last, approximate="tanh")
+    expected.backward(last.detach())
+    assert relative_error(out[-200:], expected) < 5e-3
+    assert last.grad is not None and relative_error(change[-200:], last.grad) < 5e-3
 
 
 @pytest.mark.parametrize("size", [pytest.param(2**31 + 4096 * 3, marks=real_size)])

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from schemas.errors import UnsupportedError
 from tests.train.ops.triton_cases import DEVICE, DTYPES, ON_GPU, TOLERANCE, gpu, kernels_can_run, poison, relative_error
 from train.ops import moe, triton_moe
+from train.ops.expert_backward import ExpertBackward
 from train.ops.lora_types import ExpertLora
 from train.ops.triton_moe import moe_experts
 from train.ops.triton_moe_routing import build_routing
@@ -182,15 +183,43 @@ def test_the_rows_gradient_is_announced_before_the_experts_own(
     monkeypatch: pytest.MonkeyPatch, rank: int | None
 ) -> None:
     told: list[Any] = []
-    real = triton_moe.weight_gradient
-    monkeypatch.setattr(triton_moe, "weight_gradient", lambda *a, **k: (told.append("experts"), real(*a, **k))[1])
+    for name in ("weight_gradient", "add_weight_gradient"):
+        real = getattr(triton_moe, name)
+        monkeypatch.setattr(triton_moe, name, lambda *a, _real=real, **k: (told.append("experts"), _real(*a, **k))[1])
     ids, weights = choose(9, 4, 2)
     x, (gate_up, down) = draw(9, 32, seed=3).requires_grad_(), parameters(4, 32, 16)
     lora = None if rank is None else ExpertLora(*adapters((1, 4), rank, 32, 16), scale=0.5)
-    moe_experts(x, ids, weights, gate_up.requires_grad_(), down.requires_grad_(), lora, told.append).sum().backward()
+    asked = ExpertBackward(told.append)
+    moe_experts(x, ids, weights, gate_up.requires_grad_(), down.requires_grad_(), lora, asked).sum().backward()
     announced = [n for n, value in enumerate(told) if isinstance(value, Tensor)]
     assert len(announced) == 1 and torch.equal(told[announced[0]], x.grad)
     assert told[announced[0] + 1 :] == ["experts"] * (1 if rank is None else len(told) - announced[0] - 1) != []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("only", [range(5), range(1), range(2)], ids=["both", "gate_up", "down"])
+def test_gradients_are_added_to_those_so_far(dtype: torch.dtype, only: range) -> None:
+    """In place, and rounded once each; experts without rows keep theirs."""
+    hidden, width, names = 40, 24, ("gate_up", "down")
+    asked_of = {0: only == range(5) or only == range(1), 1: only == range(5) or only == range(2)}
+    weights = [value.to(dtype).requires_grad_() for value in parameters(5, hidden, width)]
+    so_far = [draw(*weight.shape, seed=20 + n).to(dtype) for n, weight in enumerate(weights)]
+    given = [value if asked_of[n] else None for n, value in enumerate(so_far)]
+    before = [value.clone() for value in so_far]
+    ids, shares = choose(13, 5, 2)
+    ids[ids == 3] = -1
+    x, dout = draw(13, hidden, seed=3).to(dtype), draw(13, hidden, seed=9).to(dtype)
+    asked = ExpertBackward(so_far=lambda: (given[0], given[1]))
+    moe_experts(x, ids, shares, *weights, None, asked).backward(dout)
+    exact = [weight.detach().double().requires_grad_() for weight in weights]
+    moe.eager(x.double(), ids, shares.double(), *exact).backward(dout.double())
+    for n, name in enumerate(names):
+        if not asked_of[n]:
+            assert torch.equal(so_far[n], before[n]) and weights[n].grad is not None, name
+            continue
+        assert weights[n].grad is None, name
+        assert relative_error(so_far[n], before[n].double() + exact[n].grad) < TOLERANCE[dtype], name
+        assert torch.equal(so_far[n][3], before[n][3]), name
 
 
 def test_between_the_halves_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

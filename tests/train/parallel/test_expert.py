@@ -26,47 +26,52 @@ from train.mesh import Mesh
 from train.models.moe import Experts
 from train.models.spec import fsdp_blocks
 from train.ops import moe, moe_grouped_mm
+from train.ops.expert_backward import ExpertBackward
 from train.ops.lora_types import ExpertLora
 from train.ops.registry import Device, OpSlot, eager_ops
 from train.parallel import expert_gather
 from train.parallel.apply import apply_parallel
 from train.parallel.expert import Copies, ExpertParallel, _collect, _spread
-from train.parallel.expert_apply import _announces_dx, apply_expert_parallel, gathers, shard_experts
+from train.parallel.expert_apply import _can_be_asked, apply_expert_parallel, gathers, shard_experts
 from train.parallel.expert_gather import GatheredExperts
 
 EXPERTS, HIDDEN, INNER, CHOICES, RANK = 8, 16, 12, 3, 2
 BACKENDS = {"eager": moe.eager, "grouped_mm": moe_grouped_mm.grouped_mm}
 
 
-class _Announced(torch.autograd.Function):
-    """The plain experts, which tell the gradient of their rows before they give it."""
+class _Asked(torch.autograd.Function):
+    """The plain experts, which do in the backward pass what they are asked for."""
 
     @staticmethod
-    def forward(ctx: Any, dx_made: Any, ids: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.dx_made, ctx.ids = dx_made, ids
+    def forward(ctx: Any, asked: ExpertBackward, ids: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.asked, ctx.ids = asked, ids
         ctx.save_for_backward(*tensors)
-        return announced_terms(ids, tensors)
+        return terms(ids, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         tensors = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            found = torch.autograd.grad(announced_terms(ctx.ids, tensors), tensors, gradients, allow_unused=True)
-        ctx.dx_made(found[0])
+            found = list(torch.autograd.grad(terms(ctx.ids, tensors), tensors, gradients, allow_unused=True))
+        ctx.asked.dx_made(found[0])
+        for number, so_far in enumerate(ctx.asked.so_far(), 2):
+            if so_far is not None:
+                so_far += found[number]
+                found[number] = None
         return None, None, *found
 
 
-def announced_terms(ids: Tensor, tensors: Any) -> Tensor:
+def terms(ids: Tensor, tensors: Any) -> Tensor:
     x, weights, gate_up, down, *factors = tensors
     return moe.eager(x, ids, weights, gate_up, down, ExpertLora(*factors, scale=0.7) if factors else None)
 
 
-def announcing(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: Any = None, *, dx_made: Any
+def obedient(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: Any = None, *, asked: ExpertBackward
 ) -> Tensor:
     names = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
     factors = () if lora is None else tuple(getattr(lora, name) for name in names)
-    out: Tensor = _Announced.apply(dx_made, ids, x, weights, gate_up, down, *factors)
+    out: Tensor = _Asked.apply(asked, ids, x, weights, gate_up, down, *factors)
     return out
 
 
@@ -149,12 +154,12 @@ def _ranks() -> dict[tuple[str, str, bool], dict[str, Tensor]]:
                 else:
                     dist.all_reduce(got[name])
             found[f"{backend} {type(parallel).__name__}", case, adapted] = got
-    told = GatheredExperts(announcing, group, MOST_ROWS, announces_dx=True)
+    told = GatheredExperts(obedient, group, MOST_ROWS, asked=True)
     for case, adapted in product(CASES, (False, True)):
         rows = rows_of(case, dist.get_rank(), dist.get_world_size())
         plain = found["eager GatheredExperts", case, adapted]
         got = run(told, rows, leaves(mesh), adapted)
-        found["announced", case, adapted] = plain | {name: got[name] for name in ("out", "x", "weights")}
+        found["asked", case, adapted] = plain | {name: got[name] for name in ("out", "x", "weights")}
     return found
 
 
@@ -207,7 +212,7 @@ def _order() -> list[str]:
 
     def compute(*tensors: Any, **more: Any) -> Tensor:
         happened.append("experts")
-        return announcing(*tensors, **more)
+        return obedient(*tensors, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_gather, "begin_gather", gather)
@@ -215,7 +220,7 @@ def _order() -> list[str]:
         rows, weights = rows_of("even", dist.get_rank(), 2), layer()
         share = EXPERTS // 2
         own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
-        experts = GatheredExperts(compute, group, MOST_ROWS, announces_dx=True)
+        experts = GatheredExperts(compute, group, MOST_ROWS, asked=True)
         x = rows["x"].requires_grad_()
         out = checkpoint(lambda x: experts(x, rows["ids"], rows["weights"], *own), x, use_reentrant=False)
         happened.clear()
@@ -235,7 +240,7 @@ def _freed() -> tuple[bool, bool]:
     rows, weights = rows_of("even", dist.get_rank(), 2), layer()
     share = EXPERTS // 2
     own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
-    experts = GatheredExperts(announcing, group, MOST_ROWS, announces_dx=True)
+    experts = GatheredExperts(obedient, group, MOST_ROWS, asked=True)
     found = []
     gc.collect()
     gc.disable()
@@ -254,15 +259,41 @@ def _freed() -> tuple[bool, bool]:
     return found[0], found[1]
 
 
+def _added() -> list[tuple[bool, ...]]:
+    """Of the experts' gradients after three micro-batches: whether they are those that autograd adds up, and whether
+    the first one's memory has them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    rows = rows_of("even", dist.get_rank(), 2)
+    found = {}
+    for adds_up in (False, True):
+        experts = GatheredExperts(obedient, mesh.get_group(), MOST_ROWS, asked=True)
+        experts.adds_up = adds_up
+        weights, places = leaves(mesh), []
+        for number in range(3):
+            x = (rows["x"] * (number + 1)).requires_grad_()
+            out = experts(x, rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
+            out.backward(rows["gradient"])
+            places.append([weights[name].grad.to_local().data_ptr() for name in ("gate_up", "down")])
+        found[adds_up] = weights["gate_up"].grad, weights["down"].grad, x.grad, places
+    ours, plain = found[True], found[False]
+    parts = [torch.allclose(a.to_local(), b.to_local(), rtol=1e-5) for a, b in zip(ours[:2], plain[:2], strict=True)]
+    same_place = all(place == ours[3][0] for place in ours[3])
+    return [(*parts, torch.equal(ours[2], plain[2]), same_place, isinstance(ours[0], DTensor))]
+
+
+def test_gradients_of_micro_batches_are_added_in_place() -> None:
+    assert processes.run(2, _added) == [[(True,) * 5]] * 2
+
+
 def test_nothing_is_held_beyond_the_graph() -> None:
     assert processes.run(2, _freed) == [(True, True)] * 2
 
 
-def test_the_fused_experts_announce() -> None:
+def test_the_fused_experts_can_be_asked() -> None:
     hopper = Device("cuda", (9, 0), frozenset({"train", "triton"}))
     bound = {name: OpSlot("moe_experts").bind(name, hopper) for name in ("fused_triton", "grouped_mm", "eager")}
-    assert [name for name, slot in bound.items() if _announces_dx(slot)] == ["fused_triton"]
-    assert not _announces_dx(moe.eager)
+    assert [name for name, slot in bound.items() if _can_be_asked(slot)] == ["fused_triton"]
+    assert not _can_be_asked(moe.eager)
 
 
 def one_share(x: Tensor, ids: Tensor, shares: Tensor, *_: Any) -> Tensor:
@@ -353,8 +384,8 @@ def test_experts_are_sharded_over_both_dimensions() -> None:
     ]
 
 
-def _left_alone() -> list[int]:
-    """How many parameters of experts FSDP leaves alone."""
+def _left_alone() -> list[tuple[int, bool]]:
+    """How many parameters of experts FSDP leaves alone, and whether their gradients are added up in place."""
     rounded = {"mixed_precision": {"reduce_dtype": "bfloat16"}}
     kinds: list[tuple[torch.dtype, dict[str, Any]]] = [
         (torch.float32, FP32),
@@ -370,14 +401,17 @@ def _left_alone() -> list[int]:
         mesh = Mesh.make(config, dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         model = meta_model().to(dtype)
         assert mesh.experts is not None
-        apply_expert_parallel(model, mesh.experts["ep"])
-        found.append(len(shard_experts(model, mesh, config.fsdp_config)))
+        apply_expert_parallel(model, mesh.experts["ep"], "all_gather", 16)
+        left = len(shard_experts(model, mesh, config.fsdp_config))
+        in_place = {module.compute.adds_up for module in model.modules() if isinstance(module, Experts)}
+        assert len(in_place) == 1
+        found.append((left, in_place.pop()))
     return found
 
 
 def test_experts_that_need_no_fsdp_are_left_alone() -> None:
     everything = sum(2 for module in meta_model().modules() if isinstance(module, Experts))
-    wanted = [everything, 0, 0, everything, 0, everything]
+    wanted = [(everything, True), (0, False), (0, False), (everything, True), (0, False), (everything, True)]
     assert processes.run(2, _left_alone) == [wanted, wanted]
 
 

@@ -1,0 +1,44 @@
+"""Python's collector of cycles, kept away from what training does not change."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from train.step import StepResult
+    from train.trainer import BaseTrainer
+
+
+class GarbageCallback(Callback):
+    """Leaves out of collections what is there when training begins, and what its first step made.
+
+    Modules, parameters and imported packages are half a million objects. Looking through them takes 0.1 to 0.5 s, every
+    few micro-batches, on each rank at another time, and all ranks wait for the one that does. What later steps make is
+    looked through as ever.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def on_train_begin(self, trainer: BaseTrainer) -> None:
+        self._steps = 0
+        self._leave_out()
+
+    def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
+        self._steps += 1
+        if self._steps == 1:
+            self._leave_out()
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        gc.unfreeze()
+
+    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+        gc.unfreeze()
+
+    @staticmethod
+    def _leave_out() -> None:
+        gc.collect()  # else garbage of this moment would stay
+        gc.freeze()
