@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from train.ops.recorded import Kind, Recording, Room, linear
@@ -26,18 +27,20 @@ class CheckpointPolicy:
     default keeps nothing; share: of the blocks of each stack that are computed again, evenly spread, the others keep
     everything; shares: those of stacks that differ, by `BlockStack.part`; whole: these others, once `set_checkpointing`
     knows them; carry(run, block, *inputs): runs a block so that its inputs stay elsewhere, see
-    `train.parallel.offload`."""
+    `train.parallel.offload`; draws: whether blocks draw random numbers, the same in both runs, for which the states of
+    all generators are kept: longer work for the host than all else about a block."""
 
     context_fn: Callable[[], ContextPair] = noop_context_fn
     share: float = 1.0
     shares: Mapping[str, float] = field(default_factory=dict)
     whole: frozenset[nn.Module] = frozenset()
     carry: Callable[..., Any] | None = None
+    draws: bool = True
 
     def __call__(self, block: Run, *inputs: Any) -> Any:
         if not torch.is_grad_enabled() or block in self.whole:
             return block(*inputs)
-        run = partial(checkpoint, use_reentrant=False, context_fn=self.context_fn)
+        run = partial(checkpoint, use_reentrant=False, context_fn=self.context_fn, preserve_rng_state=self.draws)
         return run(block, *inputs) if self.carry is None else self.carry(run, block, *inputs)
 
 
@@ -106,9 +109,10 @@ def run_plainly(block: Callable[..., Any], *inputs: Any) -> Any:
 
 class BlockStack(nn.Module):
     """A module that runs its blocks through `run_block`, which `set_checkpointing` replaces. part: of a model: text,
-    vision or audio."""
+    vision or audio; draws: whether blocks draw random numbers by themselves, apart from modules that drop out."""
 
     part = "text"
+    draws = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +133,14 @@ def _of_stack(policy: CheckpointPolicy, stack: BlockStack, stacks: Sequence[Bloc
         text = [other for other in stacks if other.part == "text"]
         again = any(_share(policy, other) and _blocks(other) for other in text)
         found = replace(found, first=stack in text or not again)
-    return replace(policy, whole=_whole(stack, _share(policy, stack)), context_fn=found)
+    draws = stack.draws or any(_drops_out(module) for module in stack.modules())
+    return replace(policy, whole=_whole(stack, _share(policy, stack)), context_fn=found, draws=draws)
+
+
+def _drops_out(module: nn.Module) -> bool:
+    """A layer of torch, or one with a rate of its own, as adapters have."""
+    rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", None)
+    return isinstance(rate, int | float) and rate > 0
 
 
 def _share(policy: CheckpointPolicy, stack: BlockStack) -> float:

@@ -13,6 +13,7 @@ from tests.train.models import families
 from tests.train.ops.triton_cases import kernels_can_run
 from train.lora.apply import adapter_names
 from train.lora.layers import LoraLinear
+from train.models.checkpointing import CheckpointPolicy, set_checkpointing
 from train.models.foundation import FoundationModel
 from train.models.inputs import ModelInputs, text_inputs
 from train.models.moe import Experts
@@ -155,3 +156,18 @@ def test_dropout_acts_in_training_only_and_has_the_right_mean() -> None:
     assert torch.allclose(
         still, torch.nn.functional.linear(x, layer.weight) + low @ layer.lora_B.weight.T * (5.0 / 3), atol=1e-5
     )
+
+
+def test_dropout_of_a_block_that_runs_again_is_the_same() -> None:
+    """The states of generators are kept for it, and only for it."""
+    found = []
+    for checkpointed in (False, True):
+        model, _ = adapted("dense", lora_modules=["q_proj"], lora_dropout=0.4)
+        set_checkpointing(model, CheckpointPolicy() if checkpointed else None)
+        torch.manual_seed(1)
+        found.append(gradients(model.train(), documents()))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert model.model.run_block.draws
+    without, _ = adapted("dense", lora_modules=["q_proj"])
+    set_checkpointing(without, CheckpointPolicy())
+    assert not without.model.run_block.draws
