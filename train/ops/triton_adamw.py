@@ -132,7 +132,7 @@ def adamw_many(updates: Sequence[Update]) -> None:
 def _of_step(numbers: Numbers) -> tuple[float, ...]:
     """As the kernels take them."""
     return (
-        1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.eps, numbers.kept, numbers.size, numbers.root
+        1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.eps, numbers.kept, numbers.size, 1 / numbers.root
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _store(to, at, value, bits, mask, RANDOM: tl.constexpr):
 
 @triton.jit
 def _update(
-    at, parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, root,
+    at, parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, over_root,
     first_0, first_1, second_0, second_1, base, inner, stride, RANDOM: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Of elements at these int64 places. first: key of the parameter's (lower half) and the first average's bits (upper
@@ -164,9 +164,12 @@ def _update(
     m = tl.load(exp_avg + at, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq + at, mask=mask, other=0.0).to(tl.float32)
     p = tl.load(parameter + at, mask=mask, other=0.0).to(tl.float32)
-    m += taken1 * (g - m)
-    v = v * beta2 + taken2 * g * g
-    p = p * kept - lr * m / (tl.sqrt(v) / root + eps)
+    # which sums and products are one operation is not left to the compiler: it decides otherwise in each kernel, and
+    # parameters on several ranks, or in portions, would have other last bits
+    m = tl.fma(g - m, taken1 + tl.zeros_like(m), m)
+    v = tl.fma(taken2 * g, g, v * beta2)
+    scale = tl.fma(tl.sqrt(v), over_root + tl.zeros_like(v), eps + tl.zeros_like(v))
+    p = tl.fma(p, kept + tl.zeros_like(p), -(lr * m / scale))
     first = tl.zeros(at.shape, tl.uint32)
     second = tl.zeros(at.shape, tl.uint32)
     if RANDOM:
@@ -182,20 +185,20 @@ def _update(
     do_not_specialize=["first_0", "first_1", "second_0", "second_1", "base", "inner", "stride"],
 )
 def _adamw_kernel(
-    parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, root,
+    parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, over_root,
     first_0, first_1, second_0, second_1, base, inner, stride,
     RANDOM: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _update(
-        at, parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, root,
+        at, parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, over_root,
         first_0, first_1, second_0, second_1, base, inner, stride, RANDOM, DENSE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["programs"])
 def _adamw_many_kernel(
-    table, programs, taken1, beta2, taken2, eps, kept, lr, root, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr,
+    table, programs, taken1, beta2, taken2, eps, kept, lr, over_root, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr,
     EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, RANDOM: tl.constexpr, DENSE: tl.constexpr, ALIGNED: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +222,7 @@ def _adamw_many_kernel(
     for block in tl.range(tl.program_id(0) % programs, tl.cdiv(size, BLOCK), programs):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         _update(
-            at, parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, root,
+            at, parameter, gradient, exp_avg, exp_avg_sq, size, taken1, beta2, taken2, eps, kept, lr, over_root,
             first_0, first_1, second_0, second_1, base, inner, stride, RANDOM, DENSE,
         )  # fmt: skip
 

@@ -82,10 +82,11 @@ def _average_kernel(
     mask = at < size
     g = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(buffer + at, mask=mask, other=0.0).to(tl.float32)
-    m += (1.0 - momentum) * (g - m)
+    # as in triton_adamw: the compiler has no choice of what is one operation
+    m = tl.fma(g - m, (1.0 - momentum) + tl.zeros_like(m), m)
     mixed = m
     if NESTEROV:
-        mixed = g + momentum * (m - g)
+        mixed = tl.fma(m - g, momentum + tl.zeros_like(m), g)
     tl.store(out + at, mixed.to(out.dtype.element_ty), mask=mask)
     _store(buffer, at, m, mask, word_0, word_1, start, base, inner, stride, RANDOM, DENSE)
 
@@ -99,7 +100,8 @@ def _change_kernel(
     mask = at < count
     p = tl.load(parameter + at, mask=mask, other=0.0).to(tl.float32)
     d = tl.load(direction + at, mask=mask, other=0.0).to(tl.float32)
-    _store(parameter, at, p * kept - size * d, mask, word_0, word_1, start, base, inner, stride, RANDOM, DENSE)
+    changed = tl.fma(p, kept + tl.zeros_like(p), -(size * d))
+    _store(parameter, at, changed, mask, word_0, word_1, start, base, inner, stride, RANDOM, DENSE)
 
 
 @triton.jit
