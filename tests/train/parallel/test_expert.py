@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import time
-import weakref
 from itertools import product
 from typing import Any
 
@@ -13,130 +10,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 
 from schemas.errors import ConfigError
 from schemas.strict import check_config
 from tests import dist as processes
 from tests.train.models import families
+from tests.train.parallel.expert_cases import (
+    BACKENDS,
+    CASES,
+    EXPERTS,
+    MOST_ROWS,
+    leaves,
+    obedient,
+    one_share,
+    rows_of,
+    run,
+)
 from tests.train.parallel.steps import FP32, meta_model
 from train.config_trainer import AcceleratorConfig
 from train.mesh import Mesh
 from train.models.moe import Experts
 from train.models.spec import fsdp_blocks
-from train.ops import moe, moe_grouped_mm
-from train.ops.expert_backward import ExpertBackward
-from train.ops.lora_types import ExpertLora
-from train.ops.registry import Device, OpSlot, eager_ops
-from train.parallel import expert_gather
+from train.ops import moe
+from train.ops.registry import eager_ops
 from train.parallel.apply import apply_parallel
 from train.parallel.expert import Copies, ExpertParallel, _collect, _spread
-from train.parallel.expert_apply import _can_be_asked, apply_expert_parallel, gathers, shard_experts
+from train.parallel.expert_apply import apply_expert_parallel, shard_experts
 from train.parallel.expert_gather import GatheredExperts
-
-EXPERTS, HIDDEN, INNER, CHOICES, RANK = 8, 16, 12, 3, 2
-BACKENDS = {"eager": moe.eager, "grouped_mm": moe_grouped_mm.grouped_mm}
-
-
-class _Asked(torch.autograd.Function):
-    """The plain experts, which do in the backward pass what they are asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, asked: ExpertBackward, ids: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.asked, ctx.ids = asked, ids
-        ctx.save_for_backward(*tensors)
-        return terms(ids, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        tensors = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        with torch.enable_grad():
-            found = list(torch.autograd.grad(terms(ctx.ids, tensors), tensors, gradients, allow_unused=True))
-        ctx.asked.dx_made(found[0])
-        for number, so_far in enumerate(ctx.asked.so_far(), 2):
-            if so_far is not None:
-                so_far += found[number]
-                found[number] = None
-        return None, None, *found
-
-
-def terms(ids: Tensor, tensors: Any) -> Tensor:
-    x, weights, gate_up, down, *factors = tensors
-    return moe.eager(x, ids, weights, gate_up, down, ExpertLora(*factors, scale=0.7) if factors else None)
-
-
-def obedient(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: Any = None, *, asked: ExpertBackward
-) -> Tensor:
-    names = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
-    factors = () if lora is None else tuple(getattr(lora, name) for name in names)
-    out: Tensor = _Asked.apply(asked, ids, x, weights, gate_up, down, *factors)
-    return out
-
-
-MOST_ROWS = 21  # of a rank, where rows are gathered
-# rows of each of four ranks; two ranks take two each; only: experts that are chosen among
-CASES: dict[str, tuple[tuple[int, ...], range]] = {
-    "even": ((9, 9, 9, 9), range(EXPERTS)),
-    "more experts than rows": ((1, 1, 1, 0), range(EXPERTS)),
-    "rows for the first rank alone": ((5, 0, 7, 3), range(3)),
-    "rows for the last rank alone": ((5, 2, 0, 3), range(5, EXPERTS)),
-    "no rows": ((0, 0, 0, 0), range(EXPERTS)),
-}
-
-
-def layer() -> dict[str, Tensor]:
-    """Weights and adapters: of each expert for the down product, shared a and own b for the others."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = {
-        "gate_up": (EXPERTS, 2 * INNER, HIDDEN),
-        "down": (EXPERTS, HIDDEN, INNER),
-        "gate_a": (1, RANK, HIDDEN),
-        "gate_b": (EXPERTS, INNER, RANK),
-        "up_a": (1, RANK, HIDDEN),
-        "up_b": (1, INNER, RANK),
-        "down_a": (EXPERTS, RANK, INNER),
-        "down_b": (EXPERTS, HIDDEN, RANK),
-    }
-    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-
-
-def rows_of(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
-    """x, ids, weights and a gradient of the output, of one rank of 1, 2 or 4."""
-    counts, chosen = CASES[case]
-    generator = torch.Generator().manual_seed(6)
-    total = sum(counts)
-    x, gradient = (torch.randn(total, HIDDEN, generator=generator) for _ in range(2))
-    ids = torch.rand(total, len(chosen), generator=generator).argsort(1)[:, :CHOICES]
-    weights = torch.rand(total, CHOICES, generator=generator)
-    share = 4 // ranks
-    first, last = sum(counts[: rank * share]), sum(counts[: (rank + 1) * share])
-    whole = {"x": x, "ids": ids + chosen.start, "weights": weights, "gradient": gradient}
-    return {name: value[first:last] for name, value in whole.items()}
-
-
-def run(compute: Any, rows: dict[str, Tensor], weights: dict[str, Tensor], adapted: bool) -> dict[str, Tensor]:
-    """The output and every gradient; `weights` are leaves, some of them DTensors."""
-    x, shares = rows["x"].clone().requires_grad_(), rows["weights"].clone().requires_grad_()
-    lora = ExpertLora(**{n: w for n, w in weights.items() if n not in ("gate_up", "down")}, scale=0.7)
-    out = compute(x, rows["ids"], shares, weights["gate_up"], weights["down"], lora if adapted else None)
-    out.backward(rows["gradient"])
-    found = {"out": out.detach(), "x": x.grad, "weights": shares.grad}
-    found |= {name: weight.grad for name, weight in weights.items() if adapted or name in ("gate_up", "down")}
-    return {name: torch.zeros(()) if value is None else value for name, value in found.items()}
-
-
-def leaves(group: Any = None) -> dict[str, Tensor]:
-    """group: whose ranks hold parts of the experts; adapters stay whole but for one."""
-    found = {}
-    for name, value in layer().items():
-        if group is not None and name in ("gate_up", "down", "down_a"):
-            own = value.chunk(group.size())[group.get_local_rank()].clone()
-            found[name] = DTensor.from_local(own, group, [Shard(0)], run_check=False).requires_grad_()
-        else:
-            found[name] = value.clone().requires_grad_()
-    return found
 
 
 def _ranks() -> dict[tuple[str, str, bool], dict[str, Tensor]]:
@@ -194,134 +95,6 @@ def _waits() -> tuple[int, int]:
             parallel(rows["x"], rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
         found.append(asked)
     return found[0], found[1]
-
-
-def _order() -> list[str]:
-    """What happens in the backward pass of a block that is computed again."""
-    group = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)).get_group()
-    happened: list[str] = []
-    begin, exchange = expert_gather.begin_gather, expert_gather.PartialSums
-
-    def gather(x: Tensor, *more: Any) -> Any:
-        happened.append("rows leave" if x.shape[1] == HIDDEN else "choices leave")
-        return begin(x, *more)
-
-    def sums(made: Tensor, *more: Any) -> Any:
-        happened.append("sums leave" if made.shape[1] == HIDDEN else "gradients of choices leave")
-        return exchange(made, *more)
-
-    def compute(*tensors: Any, **more: Any) -> Tensor:
-        happened.append("experts")
-        return obedient(*tensors, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_gather, "begin_gather", gather)
-        patch.setattr(expert_gather, "PartialSums", sums)
-        rows, weights = rows_of("even", dist.get_rank(), 2), layer()
-        share = EXPERTS // 2
-        own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
-        experts = GatheredExperts(compute, group, MOST_ROWS, asked=True)
-        x = rows["x"].requires_grad_()
-        out = checkpoint(lambda x: experts(x, rows["ids"], rows["weights"], *own), x, use_reentrant=False)
-        happened.clear()
-        out.backward(rows["gradient"])
-    return happened
-
-
-def test_gradients_travel_while_a_block_is_computed_again() -> None:
-    again = ["rows leave", "choices leave", "experts"]
-    assert processes.run(2, _order) == [["rows leave", *again, "sums leave"]] * 2
-
-
-def _freed() -> tuple[bool, bool]:
-    """Whether the rows of all ranks, and what the nodes of a call share, are gone with the output, without a search for
-    cycles: half before a backward pass, half after it."""
-    group = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)).get_group()
-    rows, weights = rows_of("even", dist.get_rank(), 2), layer()
-    share = EXPERTS // 2
-    own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
-    experts = GatheredExperts(obedient, group, MOST_ROWS, asked=True)
-    found = []
-    gc.collect()
-    gc.disable()
-    for backward in (False, True):
-        sent = experts.start(rows["x"].requires_grad_())
-        held = [weakref.ref(sent.every), weakref.ref(sent.call)]
-        out = experts(sent, rows["ids"], rows["weights"], *own)
-        if backward:
-            out.backward(rows["gradient"])
-        del sent, out
-        until = time.monotonic() + 5  # the threads of gloo let go a little later
-        while any(reference() is not None for reference in held) and time.monotonic() < until:
-            time.sleep(0.01)
-        found.append(not any(reference() is not None for reference in held))
-    gc.enable()
-    return found[0], found[1]
-
-
-def _added() -> list[tuple[bool, ...]]:
-    """Of the experts' gradients after three micro-batches: whether they are those that autograd adds up, and whether
-    the first one's memory has them."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    rows = rows_of("even", dist.get_rank(), 2)
-    found = {}
-    for adds_up in (False, True):
-        experts = GatheredExperts(obedient, mesh.get_group(), MOST_ROWS, asked=True)
-        experts.adds_up = adds_up
-        weights, places = leaves(mesh), []
-        for number in range(3):
-            x = (rows["x"] * (number + 1)).requires_grad_()
-            out = experts(x, rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
-            out.backward(rows["gradient"])
-            places.append([weights[name].grad.to_local().data_ptr() for name in ("gate_up", "down")])
-        found[adds_up] = weights["gate_up"].grad, weights["down"].grad, x.grad, places
-    ours, plain = found[True], found[False]
-    parts = [torch.allclose(a.to_local(), b.to_local(), rtol=1e-5) for a, b in zip(ours[:2], plain[:2], strict=True)]
-    same_place = all(place == ours[3][0] for place in ours[3])
-    return [(*parts, torch.equal(ours[2], plain[2]), same_place, isinstance(ours[0], DTensor))]
-
-
-def test_gradients_of_micro_batches_are_added_in_place() -> None:
-    assert processes.run(2, _added) == [[(True,) * 5]] * 2
-
-
-def test_nothing_is_held_beyond_the_graph() -> None:
-    assert processes.run(2, _freed) == [(True, True)] * 2
-
-
-def test_the_fused_experts_can_be_asked() -> None:
-    hopper = Device("cuda", (9, 0), frozenset({"train", "triton"}))
-    bound = {name: OpSlot("moe_experts").bind(name, hopper) for name in ("fused_triton", "grouped_mm", "eager")}
-    assert [name for name, slot in bound.items() if _can_be_asked(slot)] == ["fused_triton"]
-    assert not _can_be_asked(moe.eager)
-
-
-def one_share(x: Tensor, ids: Tensor, shares: Tensor, *_: Any) -> Tensor:
-    return x * shares[:, :1]
-
-
-def _too_many_rows() -> str:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    weights = leaves(mesh)
-    with pytest.raises(ValueError) as error:
-        parallel = GatheredExperts(one_share, mesh.get_group(), 8)
-        parallel(
-            torch.zeros(9, HIDDEN), torch.zeros(9, 2).long(), torch.zeros(9, 2), weights["gate_up"], weights["down"]
-        )
-    return str(error.value)
-
-
-def test_more_rows_than_were_agreed_on_are_refused() -> None:
-    said = processes.run(2, _too_many_rows)
-    assert all("9 rows of a rank, where experts over 2 ranks were set up for at most 8" in text for text in said)
-
-
-def test_rows_are_gathered_where_nearly_all_go_everywhere() -> None:
-    assert [gathers("auto", ranks, 8, 4096) for ranks in (2, 4, 5, 8)] == [True, True, False, False]
-    assert not gathers("auto", 2, 8, None) and not gathers("all_to_all", 2, 8, 4096)
-    assert gathers("all_gather", 8, 2, 4096)
-    with pytest.raises(ConfigError, match="expert_dispatch: all_gather needs to know the most rows"):
-        gathers("all_gather", 2, 8, None)
 
 
 def _sent() -> list[tuple[list[int], int]]:

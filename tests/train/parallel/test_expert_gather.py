@@ -1,0 +1,149 @@
+"""Experts whose rows are gathered: what travels when, where gradients are added up, and what is held."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from schemas.errors import ConfigError
+from tests import dist as processes
+from tests.train.parallel.expert_cases import EXPERTS, HIDDEN, MOST_ROWS, layer, leaves, obedient, one_share, rows_of
+from train.ops import moe
+from train.ops.registry import Device, OpSlot
+from train.parallel import expert_gather
+from train.parallel.expert_apply import _can_be_asked, gathers
+from train.parallel.expert_gather import GatheredExperts
+
+
+def _order() -> list[str]:
+    """What happens in the backward pass of a block that is computed again."""
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)).get_group()
+    happened: list[str] = []
+    begin, exchange = expert_gather.begin_gather, expert_gather.PartialSums
+
+    def gather(x: Tensor, *more: Any) -> Any:
+        happened.append("rows leave" if x.shape[1] == HIDDEN else "choices leave")
+        return begin(x, *more)
+
+    def sums(made: Tensor, *more: Any) -> Any:
+        happened.append("sums leave" if made.shape[1] == HIDDEN else "gradients of choices leave")
+        return exchange(made, *more)
+
+    def compute(*tensors: Any, **more: Any) -> Tensor:
+        happened.append("experts")
+        return obedient(*tensors, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_gather, "begin_gather", gather)
+        patch.setattr(expert_gather, "PartialSums", sums)
+        rows, weights = rows_of("even", dist.get_rank(), 2), layer()
+        share = EXPERTS // 2
+        own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
+        experts = GatheredExperts(compute, group, MOST_ROWS, asked=True)
+        x = rows["x"].requires_grad_()
+        out = checkpoint(lambda x: experts(x, rows["ids"], rows["weights"], *own), x, use_reentrant=False)
+        happened.clear()
+        out.backward(rows["gradient"])
+    return happened
+
+
+def test_gradients_travel_while_a_block_is_computed_again() -> None:
+    again = ["rows leave", "choices leave", "experts"]
+    assert processes.run(2, _order) == [["rows leave", *again, "sums leave"]] * 2
+
+
+def _freed() -> tuple[bool, bool]:
+    """Whether the rows of all ranks, and what the nodes of a call share, are gone with the output, without a search for
+    cycles: half before a backward pass, half after it."""
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)).get_group()
+    rows, weights = rows_of("even", dist.get_rank(), 2), layer()
+    share = EXPERTS // 2
+    own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
+    experts = GatheredExperts(obedient, group, MOST_ROWS, asked=True)
+    found = []
+    gc.collect()
+    gc.disable()
+    for backward in (False, True):
+        sent = experts.start(rows["x"].requires_grad_())
+        held = [weakref.ref(sent.every), weakref.ref(sent.call)]
+        out = experts(sent, rows["ids"], rows["weights"], *own)
+        if backward:
+            out.backward(rows["gradient"])
+        del sent, out
+        until = time.monotonic() + 5  # the threads of gloo let go a little later
+        while any(reference() is not None for reference in held) and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append(not any(reference() is not None for reference in held))
+    gc.enable()
+    return found[0], found[1]
+
+
+def _added() -> list[tuple[bool, ...]]:
+    """Of the experts' gradients after three micro-batches: whether they are those that autograd adds up, and whether
+    the first one's memory has them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    rows = rows_of("even", dist.get_rank(), 2)
+    found = {}
+    for adds_up in (False, True):
+        experts = GatheredExperts(obedient, mesh.get_group(), MOST_ROWS, asked=True)
+        experts.adds_up = adds_up
+        weights, places = leaves(mesh), []
+        for number in range(3):
+            x = (rows["x"] * (number + 1)).requires_grad_()
+            out = experts(x, rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
+            out.backward(rows["gradient"])
+            places.append([weights[name].grad.to_local().data_ptr() for name in ("gate_up", "down")])
+        found[adds_up] = weights["gate_up"].grad, weights["down"].grad, x.grad, places
+    ours, plain = found[True], found[False]
+    parts = [torch.allclose(a.to_local(), b.to_local(), rtol=1e-5) for a, b in zip(ours[:2], plain[:2], strict=True)]
+    same_place = all(place == ours[3][0] for place in ours[3])
+    return [(*parts, torch.equal(ours[2], plain[2]), same_place, isinstance(ours[0], DTensor))]
+
+
+def test_gradients_of_micro_batches_are_added_in_place() -> None:
+    assert processes.run(2, _added) == [[(True,) * 5]] * 2
+
+
+def test_nothing_is_held_beyond_the_graph() -> None:
+    assert processes.run(2, _freed) == [(True, True)] * 2
+
+
+def test_the_fused_experts_can_be_asked() -> None:
+    hopper = Device("cuda", (9, 0), frozenset({"train", "triton"}))
+    bound = {name: OpSlot("moe_experts").bind(name, hopper) for name in ("fused_triton", "grouped_mm", "eager")}
+    assert [name for name, slot in bound.items() if _can_be_asked(slot)] == ["fused_triton"]
+    assert not _can_be_asked(moe.eager)
+
+
+def _too_many_rows() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    weights = leaves(mesh)
+    with pytest.raises(ValueError) as error:
+        parallel = GatheredExperts(one_share, mesh.get_group(), 8)
+        parallel(
+            torch.zeros(9, HIDDEN), torch.zeros(9, 2).long(), torch.zeros(9, 2), weights["gate_up"], weights["down"]
+        )
+    return str(error.value)
+
+
+def test_more_rows_than_were_agreed_on_are_refused() -> None:
+    said = processes.run(2, _too_many_rows)
+    assert all("9 rows of a rank, where experts over 2 ranks were set up for at most 8" in text for text in said)
+
+
+def test_rows_are_gathered_where_nearly_all_go_everywhere() -> None:
+    assert [gathers("auto", ranks, 8, 4096) for ranks in (2, 4, 5, 8)] == [True, True, False, False]
+    assert not gathers("auto", 2, 8, None) and not gathers("all_to_all", 2, 8, 4096)
+    assert gathers("all_gather", 8, 2, 4096)
+    with pytest.raises(ConfigError, match="expert_dispatch: all_gather needs to know the most rows"):
+        gathers("all_gather", 2, 8, None)
