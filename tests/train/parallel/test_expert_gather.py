@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from schemas.errors import ConfigError
 from tests import dist as processes
 from tests.train.parallel.expert_cases import EXPERTS, HIDDEN, MOST_ROWS, layer, leaves, obedient, one_share, rows_of
 from train.ops import moe
+from train.ops.expert_backward import ExpertBackward
 from train.ops.registry import Device, OpSlot
 from train.parallel import expert_gather
 from train.parallel.expert_apply import _can_be_asked, gathers
@@ -89,25 +91,36 @@ def _freed() -> tuple[bool, bool]:
 
 
 def _added() -> list[tuple[bool, ...]]:
-    """Of the experts' gradients after three micro-batches: whether they are those that autograd adds up, and whether
-    the first one's memory has them."""
+    """Of the experts' gradients after three micro-batches: whether they are those that autograd adds up, what the op
+    was given to add to, and whether the first one's memory has them."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     rows = rows_of("even", dist.get_rank(), 2)
     found = {}
     for adds_up in (False, True):
-        experts = GatheredExperts(obedient, mesh.get_group(), MOST_ROWS, asked=True)
+        given: list[list[int | None]] = []
+
+        def compute(*tensors: Any, asked: ExpertBackward, given: list[Any] = given) -> Tensor:
+            def so_far() -> tuple[Tensor | None, Tensor | None]:
+                parts = asked.so_far()
+                given.append([None if part is None else part.data_ptr() for part in parts])
+                return parts
+
+            return obedient(*tensors, asked=replace(asked, so_far=so_far))
+
+        experts = GatheredExperts(compute, mesh.get_group(), MOST_ROWS, asked=True)
         experts.adds_up = adds_up
-        weights, places = leaves(mesh), []
+        weights = leaves(mesh)
         for number in range(3):
             x = (rows["x"] * (number + 1)).requires_grad_()
             out = experts(x, rows["ids"], rows["weights"], weights["gate_up"], weights["down"])
             out.backward(rows["gradient"])
-            places.append([weights[name].grad.to_local().data_ptr() for name in ("gate_up", "down")])
-        found[adds_up] = weights["gate_up"].grad, weights["down"].grad, x.grad, places
+        gradients = [weights[name].grad for name in ("gate_up", "down")]
+        found[adds_up] = gradients, x.grad, given, [gradient.to_local().data_ptr() for gradient in gradients]
     ours, plain = found[True], found[False]
-    parts = [torch.allclose(a.to_local(), b.to_local(), rtol=1e-5) for a, b in zip(ours[:2], plain[:2], strict=True)]
-    same_place = all(place == ours[3][0] for place in ours[3])
-    return [(*parts, torch.equal(ours[2], plain[2]), same_place, isinstance(ours[0], DTensor))]
+    same = [torch.allclose(a.to_local(), b.to_local(), rtol=1e-5) for a, b in zip(ours[0], plain[0], strict=True)]
+    nothing = [None, None]
+    told = plain[2] == [nothing] * 3 and ours[2] == [nothing, ours[3], ours[3]]
+    return [(*same, torch.equal(ours[1], plain[1]), told, all(isinstance(value, DTensor) for value in ours[0]))]
 
 
 def test_gradients_of_micro_batches_are_added_in_place() -> None:
