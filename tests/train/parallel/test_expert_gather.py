@@ -13,18 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from schemas.errors import ConfigError
 from tests import dist as processes
+from tests.train.ops.triton_cases import ON_GPU, kernels_can_run
 from tests.train.parallel.expert_cases import EXPERTS, HIDDEN, MOST_ROWS, layer, leaves, obedient, one_share, rows_of
-from train.ops import moe
+from train.ops import moe, triton_moe
 from train.ops.expert_backward import ExpertBackward
 from train.ops.registry import Device, OpSlot
 from train.parallel import expert_gather
 from train.parallel.expert_apply import _can_be_asked, gathers
 from train.parallel.expert_gather import GatheredExperts
+
+setup_module = kernels_can_run
 
 
 def _order() -> list[str]:
@@ -125,6 +128,39 @@ def _added() -> list[tuple[bool, ...]]:
 
 def test_gradients_of_micro_batches_are_added_in_place() -> None:
     assert processes.run(2, _added) == [[(True,) * 5]] * 2
+
+
+def _fused() -> list[float]:
+    """Of two micro-batches, relative errors of what the fused experts on two ranks make to the plain ones in one place:
+    the output, the rows' and weights' gradients of the second, the sums of the experts' gradients."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    rank, wide = dist.get_rank(), 16  # descriptors take multiples of 4
+    whole = rows_of("even", 0, 1)
+    experts = GatheredExperts(triton_moe.moe_experts, mesh.get_group(), MOST_ROWS, asked=True)
+    experts.adds_up = True
+    generator = torch.Generator().manual_seed(8)
+    shapes = {"gate_up": (EXPERTS, 2 * wide, HIDDEN), "down": (EXPERTS, HIDDEN, wide)}
+    plain = {n: (torch.randn(shape, generator=generator) * 0.3).requires_grad_() for n, shape in shapes.items()}
+    parts = {n: w.detach().chunk(2)[rank].clone() for n, w in plain.items()}
+    own = {n: DTensor.from_local(w, mesh, [Shard(0)], run_check=False).requires_grad_() for n, w in parts.items()}
+    for number in (1, 2):
+        mine = rows_of("even", rank, 2)
+        x, shares = (mine["x"] * number).requires_grad_(), mine["weights"].clone().requires_grad_()
+        out = experts(x, mine["ids"], shares, own["gate_up"], own["down"])
+        out.backward(mine["gradient"])
+        all_x, all_shares = (whole["x"] * number).requires_grad_(), whole["weights"].clone().requires_grad_()
+        wanted = moe.eager(all_x, whole["ids"], all_shares, plain["gate_up"], plain["down"])
+        wanted.backward(whole["gradient"])
+    pairs = [(found, want.chunk(2)[rank]) for found, want in ((out, wanted), (x.grad, all_x.grad))]
+    pairs.append((shares.grad, all_shares.grad.chunk(2)[rank]))
+    pairs += [(own[name].grad.to_local(), plain[name].grad.chunk(2)[rank]) for name in own]
+    return [float((found - want).norm() / want.norm()) for found, want in pairs]
+
+
+@pytest.mark.skipif(ON_GPU, reason="its ranks have CPU tensors, which kernels take under the interpreter alone")
+def test_fused_experts_of_two_ranks_equal_plain_ones_in_one_place() -> None:
+    for errors in processes.run(2, _fused):
+        assert len(errors) == 5 and max(errors) < 1e-5, errors
 
 
 def test_nothing_is_held_beyond_the_graph() -> None:
