@@ -36,9 +36,19 @@ def _order() -> list[str]:
     happened: list[str] = []
     begin, exchange = expert_gather.begin_gather, expert_gather.PartialSums
 
+    class Arrival:
+        def __init__(self, what: str, work: Any) -> None:
+            self.what, self.work = what, work
+
+        def wait(self) -> None:
+            happened.append(f"{self.what} arrive")
+            self.work.wait()
+
     def gather(x: Tensor, *more: Any) -> Any:
-        happened.append("rows leave" if x.shape[1] == HIDDEN else "choices leave")
-        return begin(x, *more)
+        what = "rows" if x.shape[1] == HIDDEN else "choices"
+        happened.append(f"{what} leave")
+        every, work = begin(x, *more)
+        return every, Arrival(what, work)
 
     def sums(made: Tensor, *more: Any) -> Any:
         happened.append("sums leave" if made.shape[1] == HIDDEN else "gradients of choices leave")
@@ -63,8 +73,8 @@ def _order() -> list[str]:
 
 
 def test_gradients_travel_while_a_block_is_computed_again() -> None:
-    again = ["rows leave", "choices leave", "experts"]
-    assert processes.run(2, _order) == [["rows leave", *again, "sums leave"]] * 2
+    again = ["rows leave", "choices leave", "choices arrive", "rows arrive", "experts"]
+    assert processes.run(2, _order) == [["rows leave", *again, "rows arrive", "sums leave"]] * 2
 
 
 def _freed() -> tuple[bool, bool]:
