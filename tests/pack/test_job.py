@@ -106,7 +106,7 @@ def test_poison_rows_lose_only_themselves(tmp_path: Path) -> None:
     config = job_config(
         write_manifest(tmp_path / "m.jsonl", rows),
         tmp_path / "out",
-        rows={"timeout_s": 2, "max_memory_gb": 0.4, "max_bad_ratio": 1.0},
+        rows={"timeout_s": 4, "max_memory_gb": 0.4, "max_bad_ratio": 1.0},
         partition={"target_mb": 3},
     )
     done, _ = run_job(config, MEDIA)
@@ -124,7 +124,7 @@ def test_poison_rows_lose_only_themselves(tmp_path: Path) -> None:
     }
     assert "exit code 7" in found["r1"][1]
     assert "SIGSEGV" in found["r4"][1]
-    assert "rows.timeout_s = 2" in found["r7"][1]
+    assert "rows.timeout_s = 4" in found["r7"][1]
     assert [s.meta.id for s in PackedDataset(config.output)] == [f"r{i}" for i in range(24) if i not in deeds]
     deaths = [e for e in read_events(LocalStorage(Path(config.output))) if e["event"] == "worker_died"]
     assert len(deaths) <= done.card.partitions  # once per partition, however many poison rows it has
