@@ -345,6 +345,17 @@ def test_collections_leave_out_what_was_there(tmp_path: Path, fails: bool) -> No
     assert gc.get_freeze_count() == 0 and made in gc.get_objects()
 
 
+def test_what_others_left_out_of_collections_stays_so(tmp_path: Path) -> None:
+    gc.freeze()
+    try:
+        trainer = Trainer(tmp_path, [GarbageCallback()])
+        trainer.call("on_train_begin")
+        trainer.call("on_train_end")
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+
+
 def test_a_stop_reaches_the_trainer(tmp_path: Path) -> None:
     stopper = Stopper()
     trainer = Trainer(tmp_path, [StoppingCallback(stopper), CheckpointCallback()])

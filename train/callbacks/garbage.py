@@ -17,14 +17,15 @@ class GarbageCallback(Callback):
 
     Modules, parameters and imported packages are half a million objects. Looking through them takes 0.1 to 0.5 s, every
     few micro-batches, on each rank at another time, and all ranks wait for the one that does. What later steps make is
-    looked through as ever.
+    looked through as ever. What others left out before stays so when training ends.
     """
 
     def __init__(self) -> None:
         self._steps = 0
+        self._first = True  # that leaves anything out
 
     def on_train_begin(self, trainer: BaseTrainer) -> None:
-        self._steps = 0
+        self._steps, self._first = 0, gc.get_freeze_count() == 0
         self._leave_out()
 
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
@@ -33,10 +34,14 @@ class GarbageCallback(Callback):
             self._leave_out()
 
     def on_train_end(self, trainer: BaseTrainer) -> None:
-        gc.unfreeze()
+        self._take_back()
 
     def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
-        gc.unfreeze()
+        self._take_back()
+
+    def _take_back(self) -> None:
+        if self._first:
+            gc.unfreeze()
 
     @staticmethod
     def _leave_out() -> None:

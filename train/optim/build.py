@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from schemas.errors import UnsupportedError
 from train.config_optimizer import OptimizerConfig
 from train.optim.adamw import AdamWNumbers, AdamWTensors, adamw_updates, fused_update
 from train.optim.adamw_pieces import ADAMW_PORTION, Piece, adamw_portions
@@ -113,6 +114,14 @@ class ModelOptimizer(Optimizer):
                 with visit() as found:
                     self._adamw_pieces(self.param_groups[number], pieces, found)
             self._muon.step(state_of, visit)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of torch's optimizers; UnsupportedError once averages in CPU memory have their places."""
+        if getattr(self, "_offload", None) is not None:
+            raise UnsupportedError(
+                "averages in CPU memory have their places: the optimizer takes no more parameters; make another"
+            )
+        super().add_param_group(param_group)
 
     def wait_for_states(self) -> None:
         """Until the host can read the averages of the last step."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from train.optim.kernels import kernel
 from train.optim.muon_layout import Matrices
-from train.optim.muon_plan import Entry, Portion, make_portions
+from train.optim.muon_plan import Entry, Portion, begun_before, make_portions
 from train.optim.newton_schulz import NewtonSchulz
 from train.optim.offload import Visit
 from train.optim.rounding import Draws, round_to
@@ -60,22 +61,23 @@ class Muon:
     def __init__(self, parameters: Sequence[Matrices], ns: NewtonSchulz, device: torch.device) -> None:
         self.ns, self.device = ns, device
         self.portions = make_portions(parameters)
+        self.begins = begun_before(self.portions)
 
     def averages(self, state_of: Callable[[Matrices], MuonState]) -> Iterator[list[Tensor]]:
-        """Of each portion, those of its entries: flat, where they live."""
-        for portion in self.portions:
-            yield [_flat(entry, state_of(entry.matrices).momentum_buffer) for entry in portion.entries]
+        """Of each portion, in the order in which they begin, those of its entries: flat, where they live."""
+        for number in chain.from_iterable(self.begins):
+            entries = self.portions[number].entries
+            yield [_flat(entry, state_of(entry.matrices).momentum_buffer) for entry in entries]
 
     def step(self, state_of: Callable[[Matrices], MuonState], visit: Visit) -> None:
         """In place: averages and parameters. visit: entered once for each of `averages`, which are where it is computed
         until it is left."""
         last: Flow | None = None
-        coming = self._start(self.portions[0], state_of, visit) if self.portions else None
-        for number in range(len(self.portions)):
-            flow, coming = coming, None
-            assert flow is not None
-            if number + 1 < len(self.portions):
-                coming = self._start(self.portions[number + 1], state_of, visit)
+        under_way: dict[int, Flow] = {}
+        for number, begins in enumerate(self.begins):
+            for other in begins:
+                under_way[other] = self._start(self.portions[other], state_of, visit)
+            flow = under_way.pop(number)
             self._orthogonalise(flow)
             if last is not None:
                 self._finish(last, state_of)

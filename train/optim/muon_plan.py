@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from train.optim.muon_layout import Matrices
 
@@ -120,3 +121,18 @@ def _in_turn(travelling: list[Portion], staying: list[Portion]) -> Iterator[Port
         yield from staying[done:until]
         done = until
     yield from staying[done:]
+
+
+def begun_before(portions: Sequence[Portion]) -> list[list[int]]:
+    """For each portion the numbers of those that begin right before it is orthogonalised: itself, and with one that
+    travels the next one that does. So every rank of a group sends in one order, out 0, out 1, back 0, out 2, back 1,
+    however many portions of its own stay in between."""
+    travelling = [number for number, portion in enumerate(portions) if portion.shared]
+    following = dict(pairwise(travelling))
+    begun: set[int] = set()
+    found: list[list[int]] = []
+    for number in range(len(portions)):
+        wanted = [number, following[number]] if number in following else [number]
+        found.append([other for other in wanted if other not in begun])
+        begun.update(wanted)
+    return found

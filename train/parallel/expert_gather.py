@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.tensor import DTensor
 
@@ -92,7 +93,8 @@ class GatheredExperts:
         own_lora = local_lora(lora, self.rank, len(gate_up))
         made = self.compute(sent.every, ids, every_weight, gate_up, down, own_lora, **more)
         found: Tensor = _SumParts.apply(made, self.group, call)
-        return found[: sent.count] if sent.count < self.rows else found
+        # a copy: FSDP around experts warns of views
+        return found[: sent.count].clone() if sent.count < self.rows else found
 
     def _wanted(self, call: _Call, gate_up: Tensor, down: Tensor) -> ExpertBackward:
         so_far = partial(_so_far, gate_up, down) if self.adds_up else nothing_yet
@@ -138,6 +140,7 @@ class _OwnPart(torch.autograd.Function):
         return own.view_as(own)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> DTensor | None:
         own = gradients[0]
         return None if own is None else DTensor.from_local(own, ctx.mesh, ctx.placements, run_check=False)
@@ -155,6 +158,7 @@ class _GatherRows(torch.autograd.Function):
         return every
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         # nothing but the experts reads these rows, so that what they announced is the gradient
         sums, ctx.call.dx = ctx.call.dx, None
@@ -178,6 +182,7 @@ class _GatherChoices(torch.autograd.Function):
         return every_weight.contiguous().view(torch.float32), ids
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return PartialSums(gradients[0], ctx.group).result().to(ctx.dtype), None, None, None
 
@@ -191,6 +196,7 @@ class _SumParts(torch.autograd.Function):
         return PartialSums(made, group).result()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         every, arrival = begin_gather(gradients[0], ctx.group)
         # a block under gradient checkpointing runs again as soon as something that it saved is asked for: here, while

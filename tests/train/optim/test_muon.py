@@ -14,7 +14,7 @@ from train.config_optimizer import OptimizerConfig
 from train.optim.build import ModelOptimizer, make_optimizer
 from train.optim.groups import parameter_groups
 from train.optim.muon_layout import Matrices
-from train.optim.muon_plan import PORTION, cost, make_portions
+from train.optim.muon_plan import PORTION, begun_before, cost, make_portions
 from train.optim.newton_schulz import NewtonSchulz
 
 FIVE = (JORDAN,) * 5
@@ -164,3 +164,32 @@ def test_portions_are_bounded_and_owners_have_alike_to_do() -> None:
     kinds = "".join("s" if portion.shared else "w" for portion in portions)
     assert kinds[0] == "s"
     assert "sw" in kinds[2:]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_exchanges_have_one_order_whatever_stays(count: int) -> None:
+    """Ranks that hold other numbers of whole matrices would else take one exchange for another."""
+
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+    def order(staying: int) -> tuple[str, ...]:
+        group: Any = Group()
+        empty, edge, options = torch.empty(0), 1 << 14, dict[str, Any]()
+        quarters = (edge // 4,) * 4
+        shared = [Matrices(f"w{n}", empty, options, 1, edge, edge, 1, quarters, group) for n in range(4 * count)]
+        whole = [Matrices(f"x{n}", empty, options, 1, edge, edge, 1, (edge,)) for n in range(staying)]
+        portions = make_portions([*shared, *whole])
+        travelling = [portion for portion in portions if portion.shared]
+        assert len(portions) == len(travelling) + staying and len(travelling) == count
+        events = []
+        for number, begins in enumerate(begun_before(portions)):
+            events += [f"out {travelling.index(portions[n])}" for n in begins if portions[n].shared]
+            events += [f"back {travelling.index(portions[number])}"] if portions[number].shared else []
+        assert sorted(n for begins in begun_before(portions) for n in begins) == list(range(len(portions)))
+        return tuple(events)
+
+    found = {order(staying) for staying in (0, 1, 2, 3, 5, 11)}
+    assert len(found) == 1
+    assert found.pop()[:3] == (("out 0", "back 0") if count == 1 else ("out 0", "out 1", "back 0"))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from convert.dcp_index import StoredTensor
 from convert.tensors import TensorInfo
+from schemas.errors import UnsupportedError
 from schemas.strict import check_config
 from tests import dist as processes
 from tests.train.models.families import MOE
@@ -330,3 +331,14 @@ def test_a_training_with_the_key(tmp_path: Path, sources: list[dict[str, Any]], 
     second = _run(tmp_path / "parts", sources, keys, True, 3)  # goes on with the averages of torch's AdamW
     third = _run(tmp_path / "parts", sources, keys, False, 4)
     assert first + second + third == pytest.approx(whole, rel=1e-4)
+
+
+def test_no_group_comes_later() -> None:
+    """It would have no place among the averages, and never change."""
+    net = nn.ParameterList([torch.randn(4, 3)])
+    config = check_config({"type": "muon"}, OptimizerConfig)
+    groups = parameter_groups(net, config)
+    late = {**groups[0], "params": [nn.Parameter(torch.randn(4, 3))]}
+    make_optimizer(net, parameter_groups(net, config), config, offload=False).add_param_group(dict(late))
+    with pytest.raises(UnsupportedError, match="takes no more parameters; make another"):
+        make_optimizer(net, groups, config, offload=True).add_param_group(dict(late))

@@ -178,6 +178,23 @@ def test_nothing_is_held_beyond_the_graph() -> None:
     assert processes.run(2, _freed) == [(True, True)] * 2
 
 
+def _twice() -> str:
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)).get_group()
+    rows, weights = rows_of("even", dist.get_rank(), 2), layer()
+    share = EXPERTS // 2
+    own = [weights[name][dist.get_rank() * share :][:share].requires_grad_() for name in ("gate_up", "down")]
+    x = rows["x"].requires_grad_()
+    out = GatheredExperts(moe.eager, group, MOST_ROWS)(x, rows["ids"], rows["weights"], *own)
+    (dx,) = torch.autograd.grad(out, x, rows["gradient"], create_graph=True)
+    with pytest.raises(RuntimeError) as error:
+        dx.square().sum().backward()
+    return str(error.value)
+
+
+def test_second_derivatives_are_refused() -> None:
+    assert all("once_differentiable" in said for said in processes.run(2, _twice))
+
+
 def test_the_fused_experts_can_be_asked() -> None:
     hopper = Device("cuda", (9, 0), frozenset({"train", "triton"}))
     bound = {name: OpSlot("moe_experts").bind(name, hopper) for name in ("fused_triton", "grouped_mm", "eager")}

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from schemas.strict import check_config
 from tests import dist as processes
@@ -16,10 +19,12 @@ from tests.train.optim.muon_reference import Reference, share_off
 from tests.train.parallel.steps import FP32, fill, meta_model, whole
 from tests.train.tiny_training import checkpointer, equal
 from train.config import TrainConfig
+from train.config_optimizer import OptimizerConfig
 from train.config_trainer import AcceleratorConfig
 from train.mesh import Mesh
 from train.models.omni_thinker import OmniThinker
 from train.models.spec import fsdp_blocks
+from train.optim import muon_plan
 from train.optim.build import ModelOptimizer, make_optimizer
 from train.optim.groups import learning_rates, parameter_groups
 from train.parallel.apply import apply_parallel
@@ -257,3 +262,33 @@ def test_each_change_is_that_of_whole_matrices(ranks: int) -> None:
     assert len(found) == len(LAYOUTS[ranks]) * len(cases)
     for (_, case), values in found.items():
         assert_muon(values, case)
+
+
+def _uneven(world: int) -> list[Tensor]:
+    """Matrices that are divided, and stacks of which ranks hold other numbers of whole ones; small portions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon_plan, "PORTION", 64)
+        torch.manual_seed(0)
+        net = nn.ParameterList(torch.randn(shape) for shape in ((9, 7), (33, 12), (5, 2, 3), (5, 4, 3)))
+        if world > 1:
+            fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+        config = check_config(MUON | {"muon_ns_dtype": "fp32"}, OptimizerConfig)
+        optimizer = make_optimizer(net, parameter_groups(net, config), config, seed=3)
+        for step in range(2):
+            for number, parameter in enumerate(net):
+                generator = torch.Generator().manual_seed(100 * step + number)
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = parameter.detach().clone().copy_(drawn) if world == 1 else like(parameter, drawn)
+            optimizer.step()
+        return [whole(parameter).clone() for parameter in net]
+
+
+def like(parameter: Any, value: Tensor) -> Tensor:
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_ranks_with_other_numbers_of_whole_matrices(ranks: int) -> None:
+    wanted = _uneven(1)
+    for found in processes.run(ranks, _uneven, ranks):
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, wanted, strict=True))
