@@ -64,19 +64,19 @@ def _flash(package: str, low: tuple[int, int], high: tuple[int, int] | None = No
     return Needs("cuda", low, high, (package,), HALF)
 
 
-def _pointwise(op: str, module: str, triton_module: str, *, measured: bool = True) -> tuple[Backend, ...]:
-    """measured: on a GPU; what was not is there to be chosen, but `auto` goes on with torch's operations."""
+def _pointwise(op: str, module: str, triton_module: str) -> tuple[Backend, ...]:
     return (
         Backend("triton", f"train.ops.{triton_module}:{op}", 0, TRITON),
         Backend("compile", f"train.ops.compiled:{op}", 10, COMPILE),
-        Backend("eager", f"train.ops.{module}:{op}", 20 if measured else -1),
+        Backend("eager", f"train.ops.{module}:{op}", 20),
     )
 
 
-def _tower_linear(op: str, *, measured: bool) -> tuple[Backend, ...]:
+def _tower_linear(op: str) -> tuple[Backend, ...]:
     return (
         Backend("triton", f"train.ops.triton_linear:{op}", 0, TRITON),
-        Backend("eager", f"train.ops.linear:{op}", 20 if measured else -1),
+        # first: the kernels gain little on many rows, and their launches cost the host more on few
+        Backend("eager", f"train.ops.linear:{op}", -1),
     )
 
 
@@ -150,8 +150,8 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
         "layer_norm_implementation",
         _pointwise("layer_norm", "layer_norm", "triton_layer_norm"),
     ),
-    "linear": ("linear_implementation", _tower_linear("linear", measured=False)),
-    "linear_gelu": ("linear_gelu_implementation", _tower_linear("linear_gelu", measured=False)),
+    "linear": ("linear_implementation", _tower_linear("linear")),
+    "linear_gelu": ("linear_gelu_implementation", _tower_linear("linear_gelu")),
     "qk_norm_rope": ("rotary_pos_emb_implementation", _pointwise("qk_norm_rope", "rope", "triton_rope")),
     "vision_rope": ("rotary_pos_emb_vision_implementation", _pointwise("vision_rope", "rope", "triton_vision_rope")),
     "swiglu": ("swiglu_mlp_implementation", _pointwise("swiglu", "swiglu", "triton_swiglu")),

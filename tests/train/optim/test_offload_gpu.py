@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from schemas.strict import check_config
 from tests import dist as processes
-from tests.train.optim.test_optimizers_in_the_trainer import HALF
+from tests.train.optim.test_offload import CASES
 from train.checkpoint import Checkpointer
 from train.checkpoint_state import optimizer_tensors
 from train.config import CheckpointConfig
@@ -29,13 +29,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 STEPS = 8
 LATE = 30_000_000  # cycles: 15 ms or more, in which whole steps pass
 PORTION_HERE = 1 << 21
-CASES: dict[str, dict[str, Any]] = {
-    "muon": {"type": "muon"},
-    "muon, bf16": {"type": "muon"} | HALF,
-    "muon, bf16 averages": {"type": "muon", "state_dtype": "bf16"},
-    "adamw": {"type": "adamw"},
-    "adamw, bf16": {"type": "adamw"} | HALF,
-}
 
 
 @pytest.fixture(autouse=True)
