@@ -82,13 +82,14 @@ class AcceleratorConfig(Strict):
 class GradientCheckpointingConfig(Strict):
     """Memory for time. enable: blocks keep their inputs only and run again in the backward pass; keep: attention = they
     keep the results of attention, too, which then is not computed again, projections = also those of the linear layers
-    around it, inputs = nothing else; keep_gb: GB of results of attention and projections that each GPU keeps at most,
-    those of the text model before those of towers, what does not fit is computed again, null = all; share: how many of
-    the blocks run again, from 0 to 1, evenly spread; the others keep everything; vision_share: share of the vision
-    tower's blocks that run again, null = share; audio_share: of the sound tower's, null = share."""
+    around it, mlp = also what the activation of the text model's MLPs, dense or of experts, is of, inputs = nothing
+    else; keep_gb: GB of such results that each GPU keeps at most, those of the text model before those of towers and in
+    it those of MLPs last, what does not fit is computed again, null = all; share: how many of the blocks run again,
+    from 0 to 1, evenly spread; the others keep everything; vision_share: share of the vision tower's blocks that run
+    again, null = share; audio_share: of the sound tower's, null = share."""
 
     enable: bool = True
-    keep: Literal["inputs", "attention", "projections"] = "inputs"
+    keep: Literal["inputs", "attention", "projections", "mlp"] = "inputs"
     keep_gb: Gigabytes | None = None
     share: Share = 1.0
     vision_share: Share | None = None

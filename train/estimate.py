@@ -208,8 +208,8 @@ def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
 
 
 def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int, ep: int = 1) -> int:
-    """Bytes of the text model's: of blocks that are computed again the input, and what attention and its projections
-    made where it is kept, and all of one block; of others everything; and the logits of a chunk with their gradient.
+    """Bytes of the text model's: of blocks that are computed again the input, and what attention, its projections and
+    the MLP made where it is kept, and all of one block; of others everything; and the logits of a chunk with their gradient.
     Those of the towers are counted as if their tokens were the text model's. ep: ranks that divide the experts; where
     they gather rows, buffers are those of the rows of all."""
     config = model.config.get_text_config()
@@ -229,8 +229,10 @@ def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int,
     kept = 0
     if again.keep != "inputs":
         kept += heads * (head_dim * itemsize + FLOAT32)  # the output, and a number of each softmax
-    if again.keep == "projections":
+    if again.keep in ("projections", "mlp"):
         kept += ((heads + pairs) * head_dim + config.hidden_size) * itemsize
+    if again.keep == "mlp":
+        kept += 2 * (top_k * config.moe_intermediate_size if top_k else config.intermediate_size) * itemsize
     computed = round(layers * again.share)
     offload = train.accelerator.offload_config
     inputs = rows * row * computed

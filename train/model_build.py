@@ -16,7 +16,7 @@ from train.data.route import RouteSpec
 from train.data.serving import ModelInputs
 from train.lora.plan import LoraPlan
 from train.mesh import Mesh
-from train.models.checkpointing import CheckpointPolicy, keeping, keeps_projections, set_checkpointing
+from train.models.checkpointing import CheckpointPolicy, keeping, keeps, set_checkpointing
 from train.models.foundation import FoundationModel
 from train.models.frozen_audio import add_audio_tower
 from train.models.hub_model import HubModel
@@ -138,7 +138,7 @@ def set_gradient_checkpointing(model: AnyModel, policy: CheckpointPolicy | None)
                 "train.gradient_checkpointing.share to 1, leave out vision_share and audio_share, and set "
                 "train.accelerator.offload_config.enable_activation to false"
             )
-        if policy is not None and keeps_projections(policy):
+        if policy is not None and keeps(policy, "projection"):
             raise UnsupportedError(
                 "a model of transformers has projections of its own, whose results cannot be kept; set "
                 "train.gradient_checkpointing.keep to attention or inputs"
@@ -148,9 +148,12 @@ def set_gradient_checkpointing(model: AnyModel, policy: CheckpointPolicy | None)
         set_checkpointing(model, policy)
 
 
-def checkpoint_policy(config: GradientCheckpointingConfig, ops: Ops, offload: OffloadConfig) -> CheckpointPolicy | None:
-    """What blocks keep for the backward pass; None = everything. ConfigError: attention whose results cannot be kept,
-    and inputs that are to go elsewhere although nothing is computed again."""
+def checkpoint_policy(
+    config: GradientCheckpointingConfig, ops: Ops, offload: OffloadConfig, *, sparse: bool = True
+) -> CheckpointPolicy | None:
+    """What blocks keep for the backward pass; None = everything. sparse: whether the model has experts. ConfigError:
+    attention or experts whose results cannot be kept, and inputs that are to go elsewhere although nothing is computed
+    again."""
     if not config.enable:
         if offload.enable_activation:
             raise ConfigError(
@@ -158,18 +161,26 @@ def checkpoint_policy(config: GradientCheckpointingConfig, ops: Ops, offload: Of
                 "again; set train.gradient_checkpointing.enable to true"
             )
         return None
-    chosen, known = ops.attention.name, OPS["attention"]
-    able = [name for name in known.by_rank() if known.backends[name].recorded]
-    if config.keep != "inputs" and chosen not in able:
-        raise ConfigError(
-            f"train.gradient_checkpointing.keep: {config.keep}, but the results of attn_implementation {chosen} cannot "
-            f"be kept; choose {', '.join(able)} or keep: inputs"
-        )
+    needed = {"inputs": [], "mlp": ["attention", "moe_experts"] if sparse else ["attention"]}
+    for op in needed.get(config.keep, ["attention"]):
+        _check_recorded(config.keep, op, getattr(ops, op).name)
     context_fn = keeping(config.keep, None if config.keep_gb is None else int(config.keep_gb * 1e9))
     carry = ActivationOffload(int(offload.activation_gpu_limit * 1e9)) if offload.enable_activation else None
     towers = {"vision": config.vision_share, "audio": config.audio_share}
     shares = {part: share for part, share in towers.items() if share is not None}
     return CheckpointPolicy(context_fn, config.share, shares, carry=carry)
+
+
+def _check_recorded(keep: str, op: str, chosen: str) -> None:
+    """ConfigError where the results of the chosen backend cannot be kept."""
+    known = OPS[op]
+    able = [name for name in known.by_rank() if known.backends[name].recorded]
+    if chosen not in able:
+        other = "projections" if op == "moe_experts" else "inputs"
+        raise ConfigError(
+            f"train.gradient_checkpointing.keep: {keep}, but the results of {known.key} {chosen} cannot be kept; "
+            f"choose {', '.join(able)} or keep: {other}"
+        )
 
 
 def share_router(model: AnyModel, mesh: Mesh) -> None:

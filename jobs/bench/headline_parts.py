@@ -143,6 +143,7 @@ def longest_part(bench: Bench) -> None:
 def lora_part(bench: Bench) -> None:
     bench.data("4k")
     settings = {"model.lora_config": LORA, **FROZEN, "train.optimizer.type": "adamw", "train.optimizer.lr": 1e-4}
+    settings["train.gradient_checkpointing.keep"] = "mlp"
     phases = [
         Phase("1 micro-batch of 16k a step", "4k", 16384, 1, 2, 3, watched=True),
         Phase("8 micro-batches of 16k a step", "4k", 16384, 8, 1, 2),

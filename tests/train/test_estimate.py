@@ -88,13 +88,15 @@ def test_checkpointing_and_shorter_slices_take_less() -> None:
     config = model().config.get_text_config()
     inner = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     out = config.num_attention_heads * config.head_dim
-    policies = {keep: train(gradient_checkpointing={"keep": keep}) for keep in ("attention", "projections")}
+    policies = {keep: train(gradient_checkpointing={"keep": keep}) for keep in ("attention", "projections", "mlp")}
     made = {keep: estimate_memory(model(), Degrees(), policy, 1 << 20) for keep, policy in policies.items()}
     a_row = config.num_hidden_layers << 20
     of_attention = (2 * out + 4 * config.num_attention_heads) * a_row  # bfloat16, and float32 of each softmax
     assert made["attention"].activations - again.activations == of_attention
     of_projections = 2 * (inner + config.hidden_size) * a_row
     assert made["projections"].activations - made["attention"].activations == of_projections
+    of_mlp = 2 * 2 * config.num_experts_per_tok * config.moe_intermediate_size * a_row
+    assert made["mlp"].activations - made["projections"].activations == of_mlp
     sliced = estimate_memory(model(), Degrees(ulysses=2), train(), 1 << 20)
     assert sliced.activations < again.activations
 

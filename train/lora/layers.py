@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -78,7 +79,9 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         # a block that is computed again can keep the product of the base, where it could keep the layer's
-        self.product: Callable[..., Tensor] = linear if isinstance(base, Projection) else F.linear
+        self.product: Callable[..., Tensor] = (
+            partial(linear, kind=base.kind) if isinstance(base, Projection) else F.linear
+        )
         self.settings, self.dropout = settings, dropout
         self.lora_A = Factor((settings.rank, self.in_features), starts.a, dtype)
         self.lora_B = Factor((self.out_features, settings.rank), starts.b, dtype)

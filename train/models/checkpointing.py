@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from train.ops.recorded import Kind, Recording, Room, linear
+from train.ops.recorded import Kind, Recording, linear
+from train.ops.recorded_room import Room
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Run = Callable[..., Any]
@@ -54,6 +55,11 @@ def keep_projections() -> ContextPair:
     return Recording({"attention", "projection"}).contexts()
 
 
+def keep_mlp() -> ContextPair:
+    """A `context_fn`: the same, and what the activation of the text model's MLPs, dense or of experts, is of."""
+    return Recording({"attention", "projection", "mlp"}).contexts()
+
+
 @dataclass(frozen=True)
 class KeepWithin:
     """A `context_fn`: results of these kinds are kept while all that are kept take at most `limit` bytes; what does not
@@ -73,6 +79,7 @@ KEEPING: dict[str, tuple[Callable[[], ContextPair], frozenset[Kind]]] = {
     "inputs": (noop_context_fn, frozenset()),
     "attention": (keep_attention, frozenset({"attention"})),
     "projections": (keep_projections, frozenset({"attention", "projection"})),
+    "mlp": (keep_mlp, frozenset({"attention", "projection", "mlp"})),
 }
 
 
@@ -82,20 +89,30 @@ def keeping(name: str, limit: int | None = None) -> Callable[[], ContextPair]:
     return context_fn if limit is None or not kinds else KeepWithin(kinds, limit, Room(limit))
 
 
-def keeps_projections(policy: CheckpointPolicy) -> bool:
-    """Whether results of linear layers are among what blocks keep."""
+def keeps(policy: CheckpointPolicy, kind: Kind) -> bool:
+    """Whether results of that kind are among what blocks keep."""
     found = policy.context_fn
-    return found is keep_projections or (isinstance(found, KeepWithin) and "projection" in found.kinds)
+    if isinstance(found, KeepWithin):
+        return kind in found.kinds
+    return any(found is context_fn and kind in kinds for context_fn, kinds in KEEPING.values())
 
 
 class Projection(nn.Linear):
-    """A linear layer beside attention, whose result a block can keep. compute: makes it of x, weight and bias."""
+    """A linear layer whose result a block can keep. kind: of result; compute: makes it of x, weight and bias, None =
+    as torch does."""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, compute: Callable[..., Tensor] = linear
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        kind: Kind = "projection",
+        compute: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias)
-        self.compute = compute
+        self.kind = kind
+        self.compute = partial(linear, kind=kind) if compute is None else compute
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., out] of [..., in]."""

@@ -69,8 +69,8 @@ class DenseMLP(nn.Module):
     def __init__(self, config: PreTrainedConfig, ops: Ops) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.gate_proj = Projection(hidden, inner, bias=False, kind="mlp")
+        self.up_proj = Projection(hidden, inner, bias=False, kind="mlp")
         self.down_proj = nn.Linear(inner, hidden, bias=False)
         self.swiglu: Callable[..., Tensor] = ops.swiglu
 

@@ -26,7 +26,7 @@ class Needs:
 @dataclass(frozen=True)
 class Backend:
     """One implementation. target: "module:function"; rank: `auto` takes the lowest that is available; repeatable: gives
-    the same bits at every run; recorded: of attention, blocks that are computed again can keep its results;
+    the same bits at every run; recorded: of attention and experts, blocks that are computed again can keep results;
     asked: of experts, takes an `ExpertBackward` (`train.ops.expert_backward`)."""
 
     name: str
@@ -132,7 +132,7 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
     "moe_experts": (
         "moe_implementation",
         (
-            Backend("fused_triton", "train.ops.triton_moe:moe_experts", 0, TRITON, asked=True),
+            Backend("fused_triton", "train.ops.triton_moe:moe_experts", 0, TRITON, recorded=True, asked=True),
             Backend("grouped_mm", "train.ops.moe_grouped_mm:grouped_mm", 10),
             Backend("eager", "train.ops.moe:eager", 20),
         ),

@@ -11,7 +11,7 @@ from train.ops import recorded
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kept: bool = False) -> Tensor:
     """x @ weight.T + bias. x: [..., in]; weight: [out, in]; bias: [out]; kept: whether a block that is computed again
     may keep the result, see `train.ops.recorded`."""
-    return recorded.linear(x, weight, bias, kept=kept)
+    return recorded.linear(x, weight, bias, kind="projection" if kept else None)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> Tensor:

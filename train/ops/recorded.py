@@ -8,7 +8,6 @@ costs; nothing watches the others. Outside of a recording every function here is
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -23,41 +22,19 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from schemas.errors import UnsupportedError
+from train.ops.recorded_room import Room
 
-Kind = Literal["attention", "projection"]
+Kind = Literal["attention", "projection", "mlp"]
 Results = tuple[Tensor | None, ...]
 
 _current: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
-class Room:
-    """Bytes that the recordings of a model may hold together; what does not fit is computed again. Some blocks, those
-    whose results cost most to compute, come first although they run last: the others take what those left over in the
-    pass before, and nothing in the first one."""
-
-    def __init__(self, limit: float = math.inf) -> None:
-        self.limit = self.left = limit
-        self._asked = 0.0  # by those that come first, in this pass
-        self._reserved = limit
-
-    def take(self, nbytes: int, *, first: bool = True) -> bool:
-        """Whether so much is left, which then is taken. first: for a block that comes first."""
-        self._asked += nbytes if first else 0
-        fits = nbytes <= self.left - (0 if first else self._reserved)
-        self.left -= nbytes if fits else 0
-        return fits
-
-    def give_back(self, nbytes: int) -> None:
-        """When all is back, a pass is over."""
-        self.left += nbytes
-        if nbytes and self.left == self.limit:
-            self._reserved, self._asked = min(self._asked, self.limit), 0.0
-
-
 class Recording:
     """What one block keeps between its two runs. kinds: of operations that leave their results; the others are computed
-    again; room: shared with other blocks, None = there is enough; first: whether this one comes first in it. Ranks may
-    keep different results: none of these operations has a part in a collective call."""
+    again; room: shared with other blocks, None = there is enough; first: whether this one comes first in it. In a block
+    what surrounds attention comes before its MLP. Ranks may keep different results: none of these operations has a part
+    in a collective call."""
 
     def __init__(self, kinds: Collection[Kind], room: Room | None = None, *, first: bool = True) -> None:
         self.kinds, self.first = frozenset(kinds), first
@@ -73,13 +50,18 @@ class Recording:
         UnsupportedError where a block is computed a third time: what the second run took is gone."""
         return _Run(self, again=False), _Run(self, again=True)
 
+    @property
+    def again(self) -> bool:
+        """Whether this is the second run."""
+        return self._again
+
     def results(self, kind: Kind, compute: Callable[[], Results]) -> Results:
         """Those of `compute` in the first run, and the same tensors in the second, where it is not called. For the
         forward of an autograd function, where gradients are off. RuntimeError: the runs differ, or something changed a
         result in place."""
         if not self._again:
             found = compute()
-            fits = self.room.take(_nbytes(found), first=self.first)
+            fits = self.room.take(_nbytes(found), 2 * (not self.first) + (kind == "mlp"))
             self._kept.append(_Kept.of(kind, found if fits else None))
             return found
         if not self._kept or self._kept[0].kind != kind:
@@ -169,14 +151,14 @@ def linear(
     bias: Tensor | None = None,
     column_sum: Callable[[Tensor], Tensor] | None = None,
     *,
-    kept: bool = True,
+    kind: Kind | None = "projection",
 ) -> Tensor:
     """x @ weight.T + bias, whose result a block may keep. x: [..., in]; weight: [out, in]; bias: [out]; column_sum: of
-    [N, out], makes the gradient of the bias, None = torch's; kept: False = a result that no block keeps."""
-    recording = recording_of("projection") if kept else None
+    [N, out], makes the gradient of the bias, None = torch's; kind: of result, None = one that no block keeps."""
+    recording = None if kind is None else recording_of(kind)
     if recording is None and column_sum is None:
         return F.linear(x, weight, bias)
-    out: Tensor = _Linear.apply(recording, column_sum, x, weight, bias)
+    out: Tensor = _Linear.apply(recording, kind, column_sum, x, weight, bias)
     return out
 
 
@@ -187,17 +169,18 @@ class _Linear(Function):
     def forward(
         ctx: Any,
         recording: Recording | None,
+        kind: Kind,
         column_sum: Callable[[Tensor], Tensor] | None,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor | None:
-        _, _, of_x, of_weight, _ = ctx.needs_input_grad
+        *_, of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         ctx.column_sum = column_sum
         if recording is None:
             return F.linear(x, weight, bias)
-        return recording.results("projection", lambda: (F.linear(x, weight, bias),))[0]
+        return recording.results(kind, lambda: (F.linear(x, weight, bias),))[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,9 +189,9 @@ class _Linear(Function):
         dx = None if weight is None else dout @ weight
         dweight = None if x is None else rows.t() @ x.flatten(0, -2)
         dbias = None
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[5]:
             dbias = rows.sum(0) if ctx.column_sum is None else ctx.column_sum(rows)
-        return None, None, dx, dweight, dbias
+        return None, None, None, dx, dweight, dbias
 
 
 @dataclass(frozen=True)

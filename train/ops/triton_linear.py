@@ -19,7 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kept: bool 
     """x @ weight.T + bias. x: [..., in]; weight: [out, in]; bias: [out]; kept: whether a block that is computed again
     may keep the result. Where the bias has no gradient it is torch's."""
     trained = bias is not None and bias.requires_grad
-    return recorded.linear(x, weight, bias, column_sum if trained else None, kept=kept)
+    return recorded.linear(x, weight, bias, column_sum if trained else None, kind="projection" if kept else None)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> Tensor:

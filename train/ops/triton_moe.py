@@ -4,7 +4,8 @@ Forward: routing on the device, gate and up products with the token gather in th
 the down product, a weighted gather-sum in float32. Backward after SonicMoE (arXiv:2512.14080): the gradient of h is
 never stored; one kernel turns it into the gradients of the pre-activations and of the routing weights. Saved are x and
 the pre-activations only, before the down product: gradient checkpointing, which stops once all is saved again, does
-not compute that a second time. No atomics, so every run gives the same bits; no host sync, so a CUDA graph can hold it.
+not compute that a second time, nor the pre-activations where the block keeps them (`train.ops.recorded`). No atomics,
+so every run gives the same bits; no host sync, so a CUDA graph can hold it.
 
 One H200, E = 128, k = 8, H = 2048, I = 768, bfloat16, forward and backward at T = 8192, 16384, 32768: 3.8 to 4.0, 7.3
 to 7.6, 13.7 to 14.3 ms, which is 59 to 61, 62 to 64, 66 to 68 % of 790 TFLOP/s, in 1.7, 2.2, 3.2 GiB with all
@@ -29,15 +30,9 @@ from torch.autograd.function import once_differentiable
 from schemas.errors import UnsupportedError
 from train.ops.expert_backward import ExpertBackward
 from train.ops.lora_types import ExpertLora
-from train.ops.triton_moe_gemm import (
-    add_weight_gradient,
-    alignment,
-    down_backward,
-    gate_up_products,
-    row_products,
-    weight_gradient,
-)
-from train.ops.triton_moe_routing import Routing, build_routing
+from train.ops.recorded import Recording, recording_of
+from train.ops.triton_moe_first import FirstHalf, GateUp, first_half
+from train.ops.triton_moe_gemm import add_weight_gradient, down_backward, row_products, weight_gradient
 from train.ops.triton_moe_rows import gather_sum, spread, weight_sums
 
 Factors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # low_a, gate_b, up_b, down_a, down_b
@@ -68,15 +63,17 @@ def moe_experts(
     factors = _factors(lora, x.dtype) if lora is not None else (None,) * 5
     tensors = (x.contiguous(), weights.float().contiguous(), _dense(gate_up), _dense(down), *factors)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    between = _Between()
+    between = _Between(recording_of("mlp"))
     out: Tensor = _Down.apply(between, _Experts.apply(between, asked or ExpertBackward(), expert_ids, keep, *tensors))
     return out
 
 
 class _Between:
-    """What `_Experts` leaves to `_Down`, past autograd and once."""
+    """What `_Experts` leaves to `_Down`, past autograd and once. recording: of the block that runs, if it keeps what
+    `_Experts` saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording | None) -> None:
+        self.recording = recording
         self.products: Callable[[], Tensor] | None = None
 
     def take(self) -> Callable[[], Tensor]:
@@ -94,19 +91,12 @@ class _Experts(torch.autograd.Function):
         ctx: Any, between: _Between, asked: ExpertBackward, expert_ids: Tensor, keep: bool, x: Tensor,
         weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        routing = build_routing(expert_ids, gate_up.shape[0], *alignment(x))
         low_a, gate_b, up_b, down_a, down_b = factors
-        if low_a is None or down_a is None:
-            low = None
-            z, h = gate_up_products(x, gate_up, routing, True, keep)
-        else:
-            rows = spread(x, routing)
-            low = row_products(rows, low_a, routing, transposed=True)
-            z, h = gate_up_products(rows, gate_up, routing, False, keep, low, gate_b, up_b)
-            del rows
-        ctx.routing, ctx.asked = routing, asked
-        ctx.save_for_backward(x, z, low, weights, gate_up, down, *factors)
-        between.products = partial(_down_products, h, down, routing, weights, down_a, down_b)
+        given = GateUp(x, expert_ids, gate_up, low_a, gate_b, up_b)
+        half = first_half(given, between.recording, asked.share, keep=keep)
+        ctx.routing, ctx.asked = half.routing, asked
+        ctx.save_for_backward(x, half.z, half.low, weights, gate_up, down, *factors)
+        between.products = partial(_down_products, given, half, down, weights, down_a, down_b)
         return x.new_empty(()).expand(x.shape)
 
     @staticmethod
@@ -158,9 +148,11 @@ class _Down(torch.autograd.Function):
 
 
 def _down_products(
-    h: Tensor, down: Tensor, routing: Routing, weights: Tensor, down_a: Tensor | None, down_b: Tensor | None
+    given: GateUp, half: FirstHalf, down: Tensor, weights: Tensor, down_a: Tensor | None, down_b: Tensor | None
 ) -> Tensor:
-    """[T, H] of h [M, I]."""
+    """[T, H] of h [M, I], which is made once more where it was not for want of anybody who asks for it."""
+    routing = half.routing
+    h = given.products(routing, 0)[2] if half.h is None else half.h
     low = None if down_a is None else row_products(h, down_a, routing, transposed=True)
     y = row_products(h, down, routing, transposed=True, low=low, low_b=down_b)
     return gather_sum(y, routing, weights, weights.shape[0])
@@ -185,8 +177,14 @@ def _factors(lora: ExpertLora, dtype: torch.dtype) -> Factors:
     """Padded to a rank that the kernels take, the scale in the second factors; autograd leads to the originals."""
     rank = lora.gate_a.shape[1]
     extra = max(16, triton.next_power_of_2(rank)) - rank
-    gate_a, up_a, down_a = (F.pad(a.to(dtype), (0, 0, 0, extra)) for a in (lora.gate_a, lora.up_a, lora.down_a))
-    gate_b, up_b, down_b = (
-        F.pad((b * lora.scale).to(dtype), (0, extra)).contiguous() for b in (lora.gate_b, lora.up_b, lora.down_b)
-    )
+    gate_a, up_a = _as_many(lora.gate_a, lora.up_a)
+    gate_a, up_a, down_a = (F.pad(a.to(dtype), (0, 0, 0, extra)) for a in (gate_a, up_a, lora.down_a))
+    factors = (*_as_many(lora.gate_b, lora.up_b), lora.down_b)
+    gate_b, up_b, down_b = (F.pad((b * lora.scale).to(dtype), (0, extra)).contiguous() for b in factors)
     return torch.cat((gate_a, up_a), dim=1), gate_b, up_b, down_a.contiguous(), down_b
+
+
+def _as_many(one: Tensor, other: Tensor) -> list[Tensor]:
+    """Both of every expert where one of them is: the kernel takes gate and up alike."""
+    count = max(len(one), len(other))
+    return [factors.expand(count, -1, -1) for factors in (one, other)]

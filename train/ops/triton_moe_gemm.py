@@ -50,28 +50,45 @@ def alignment(x: Tensor) -> tuple[int, int]:
 
 
 def gate_up_products(
-    x: Tensor, gate_up: Tensor, routing: Routing, gather: bool, keep: bool, low: Tensor | None = None,
+    x: Tensor, gate_up: Tensor, routing: Routing, gather: bool, z_rows: int, low: Tensor | None = None,
     gate_b: Tensor | None = None, up_b: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """(z [M, 2I] if keep, h [M, I]): z = [gate | up] + low @ [gate_b | up_b], h = silu(gate) * up.
+    """(the first z_rows of z [M, 2I] if any, h [M, I]): z = [gate | up] + low @ [gate_b | up_b], h = silu(gate) * up.
 
     x: tokens [T, H] when gather, which the kernel does, else rows [M, H]; gate_up: [E, 2I, H]; low: [M, 2R];
     gate_b, up_b: [E or 1, I, R].
     """
+    z = x.new_empty(z_rows, gate_up.shape[1]) if z_rows else None
+    h = x.new_empty(routing.rows, gate_up.shape[1] // 2)
+    _gate_up(z, h, x, gate_up, routing, gather, low, gate_b, up_b)
+    return z, h
+
+
+def rest_of_gate_up(
+    z: Tensor, first: int, x: Tensor, gate_up: Tensor, routing: Routing, gather: bool, low: Tensor | None = None,
+    gate_b: Tensor | None = None, up_b: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Stores z [M, 2I] from row `first` on; see `gate_up_products`."""
+    _gate_up(z, None, x, gate_up, routing, gather, low, gate_b, up_b, first)
+
+
+def _gate_up(
+    z: Tensor | None, h: Tensor | None, x: Tensor, gate_up: Tensor, routing: Routing, gather: bool,
+    low: Tensor | None, gate_b: Tensor | None, up_b: Tensor | None, first: int = 0,
+) -> None:  # fmt: skip
+    """h: None = rows of z from `first` on are all that is wanted."""
     experts, double, hidden = gate_up.shape
     width = double // 2
     tile = pick_tile(GATE_UP, x)
-    z = x.new_empty(routing.rows, double) if keep else None
-    h = x.new_empty(routing.rows, width)
     weights = TensorDescriptor(gate_up, [2 * experts, width, hidden], [width * hidden, hidden, 1], [2, tile.n, tile.k])
     gate_up_kernel[_programs(routing.num_tiles * triton.cdiv(width, tile.n), tile, x)](
         x if gather else _rows_of(x, tile.m, tile.k), weights, low, gate_b, up_b, z, h,
         routing.slot_of_row, routing.ends, routing.tile_expert, routing.tile_row, routing.tile_count,
-        K_CHOICES=routing.k, H=hidden, I=width, GATHER=gather, RANK=0 if gate_b is None else gate_b.shape[2],
-        SHARED=gate_b is not None and gate_b.shape[0] == 1, STORE_Z=keep, BM=tile.m, BN=tile.n, BK=tile.k,
+        first, 0 if z is None else len(z), K_CHOICES=routing.k, H=hidden, I=width, GATHER=gather,
+        RANK=0 if gate_b is None else gate_b.shape[2], SHARED=gate_b is not None and gate_b.shape[0] == 1,
+        STORE_Z=z is not None, REST=h is None, BM=tile.m, BN=tile.n, BK=tile.k,
         ALIGN=routing.align, FLATTEN=tile.persistent > 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return z, h
 
 
 def row_products(

@@ -28,14 +28,16 @@ def _store_rows(to, values, row, limit, column, width, BM: tl.constexpr, BN: tl.
     tl.store(to + at, values.to(to.dtype.element_ty), mask=(rows < limit)[:, None] & (columns < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "z_rows"])
 def gate_up_kernel(
-    x, gate_up, low, gate_b, up_b, z, h, slot_of_row, ends, tile_expert, tile_row, tile_count,
+    x, gate_up, low, gate_b, up_b, z, h, slot_of_row, ends, tile_expert, tile_row, tile_count, first, z_rows,
     K_CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr, GATHER: tl.constexpr, RANK: tl.constexpr,
-    SHARED: tl.constexpr, STORE_Z: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    ALIGN: tl.constexpr, FLATTEN: tl.constexpr,
+    SHARED: tl.constexpr, STORE_Z: tl.constexpr, REST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, ALIGN: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """z[row] = [gate | up] of x[token of row], h = silu(gate) * up.
+
+    z: [z_rows, 2I], rows beyond are not stored. REST: rows before `first` are there already, and h is not asked for.
 
     x: [T, H] by pointer when GATHER, else rows [M, H] by descriptor; gate_up: descriptor of [2E, I, H], so that one
     load brings the gate's and the up projection's part of a tile and one product serves both. With RANK: low: rows
@@ -56,7 +58,10 @@ def gate_up_kernel(
             token = tl.load(slot_of_row + rows, mask=rows < end, other=0) // K_CHOICES
             lines = x + token.to(tl.int64)[:, None] * H + tl.arange(0, BK)[None, :]
         acc = tl.zeros((BM, 2 * BN), tl.float32)
-        for k in range(0, H, BK):
+        inner = H
+        if REST:
+            inner = tl.where(row + BM > first, H, 0)
+        for k in range(0, inner, BK):
             if GATHER:
                 if H % BK == 0:
                     a = tl.load(lines + k, mask=inside, other=0.0)
@@ -78,11 +83,15 @@ def gate_up_kernel(
             up = dot(tl.load(at + RANK, mask=valid, other=0.0), tl.load(up_b + place, mask=wide, other=0.0).T, up)
         if STORE_Z:
             columns = column + tl.arange(0, BN)
-            mask = (rows < limit)[:, None] & (columns < I)[None, :]
+            wanted = rows < tl.minimum(limit, z_rows)
+            if REST:
+                wanted &= rows >= first
+            mask = wanted[:, None] & (columns < I)[None, :]
             at = z + rows.to(tl.int64)[:, None] * (2 * I) + columns[None, :]
             tl.store(at, gate.to(z.dtype.element_ty), mask=mask)
             tl.store(at + I, up.to(z.dtype.element_ty), mask=mask)
-        _store_rows(h, gate * tl.sigmoid(gate) * up, row, limit, column, I, BM, BN)
+        if not REST:
+            _store_rows(h, gate * tl.sigmoid(gate) * up, row, limit, column, I, BM, BN)
 
 
 @triton.jit

@@ -98,7 +98,7 @@ class GatheredExperts:
 
     def _wanted(self, call: _Call, gate_up: Tensor, down: Tensor) -> ExpertBackward:
         so_far = partial(_so_far, gate_up, down) if self.adds_up else nothing_yet
-        return ExpertBackward(_sends(call, self.group), so_far)
+        return ExpertBackward(_sends(call, self.group), so_far, 1 / self.size)
 
     def _filled(self, x: Tensor, value: int = 0) -> Tensor:
         """Up to as many rows as every rank sends."""

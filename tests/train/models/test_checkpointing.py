@@ -18,6 +18,7 @@ from tests.train.lora.adapted import DENSE, adapted
 from tests.train.models import media
 from tests.train.models.families import make_ours, run_ours
 from tests.train.ops.computed import Computed
+from tests.train.ops.triton_cases import ON_GPU, kernels_can_run
 from train.config_trainer import GradientCheckpointingConfig, OffloadConfig
 from train.data.processor import ProcessorAssets
 from train.model_build import checkpoint_policy
@@ -27,16 +28,20 @@ from train.models.checkpointing import (
     CheckpointPolicy,
     KeepWithin,
     keep_attention,
+    keep_mlp,
     keep_projections,
-    keeps_projections,
+    keeps,
     set_checkpointing,
 )
 from train.models.foundation import FoundationModel
 from train.models.inputs import text_inputs
+from train.models.moe import Experts
 from train.models.text import TextBlock
 from train.models.vision import VisionBlock
-from train.ops.recorded import Room
+from train.ops import triton_moe_first
+from train.ops.recorded_room import Room
 from train.ops.registry import Device, bind_ops, eager_ops
+from train.ops.triton_moe import moe_experts
 from train.parallel.offload import ActivationOffload
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -62,6 +67,7 @@ POLICIES: dict[str, CheckpointPolicy] = {
     "products": CheckpointPolicy(partial(create_selective_checkpoint_contexts, _keep_products)),
     "attention": CheckpointPolicy(keep_attention),
     "projections": CheckpointPolicy(keep_projections),
+    "mlp": CheckpointPolicy(keep_mlp),
     "half": CheckpointPolicy(share=0.5),
     "the sound tower keeps everything, half of the vision tower": CheckpointPolicy(
         shares={"audio": 0.0, "vision": 0.5}
@@ -163,6 +169,44 @@ def test_adapters_around_a_kept_projection(dropout: float) -> None:
     assert found["projections"][1] == found["inputs"][1] - 4 * 3
 
 
+@pytest.mark.parametrize("adapters", [False, True])
+def test_mlps_are_not_computed_again(adapters: bool) -> None:
+    """Two products more for each of three layers, with adapters or without."""
+    model = adapted("dense", lora_modules=[*DENSE, "gate_proj"])[0] if adapters else make_ours("dense")
+    parts = [torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (11, 6)]
+    inputs, found = text_inputs(parts, parts), {}
+    for name in ("everything", "projections", "mlp"):
+        set_checkpointing(model, POLICIES.get(name))
+        with Computed() as computed:
+            _, gradients = run_ours(model, inputs)
+        found[name] = gradients, computed.counts["aten::mm"]
+    wanted, _ = found["everything"]
+    assert wanted and all(torch.equal(found["mlp"][0][path], value) for path, value in wanted.items())
+    assert found["mlp"][1] == found["projections"][1] - 2 * 3
+
+
+@pytest.mark.skipif(ON_GPU, reason="tensors are on the CPU, which kernels take under the interpreter alone")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_experts_are_not_computed_again(adapters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels_can_run()
+    runs: list[int] = []
+    products = triton_moe_first.gate_up_products
+    monkeypatch.setattr(triton_moe_first, "gate_up_products", lambda *given: runs.append(1) or products(*given))
+    model = adapted("moe", lora_modules=["q_proj", "up_proj", "down_proj"])[0] if adapters else make_ours("moe")
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    for module in experts:
+        module.compute = moe_experts
+    parts = [torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (11, 6)]
+    inputs, found = text_inputs(parts, parts), {}
+    for name, times in (("everything", 1), ("projections", 2), ("mlp", 1)):
+        set_checkpointing(model, POLICIES.get(name))
+        runs.clear()
+        _, found[name] = run_ours(model, inputs)
+        assert len(runs) == times * len(experts) > 0
+    wanted = found["everything"]
+    assert wanted and all(torch.equal(found["mlp"][path], value) for path, value in wanted.items())
+
+
 def test_inputs_leave(thinker: FoundationModel, assets: ProcessorAssets) -> None:
     """Of the inputs of blocks only the last two are where they were when the backward pass begins; in it only that of
     the block which runs and that of the one before it."""
@@ -192,19 +236,24 @@ def test_policy_of_a_configuration() -> None:
     ops, on = eager_ops(), OffloadConfig(enable_activation=True, activation_gpu_limit=0.5)
     off = OffloadConfig()
 
-    def policy(offload: OffloadConfig = off, **keys: Any) -> CheckpointPolicy | None:
-        return checkpoint_policy(check_config(keys, GradientCheckpointingConfig), ops, offload)
+    def policy(offload: OffloadConfig = off, sparse: bool = False, **keys: Any) -> CheckpointPolicy | None:
+        return checkpoint_policy(check_config(keys, GradientCheckpointingConfig), ops, offload, sparse=sparse)
 
     assert policy(enable=False) is None
     assert policy() == CheckpointPolicy()
     assert policy(keep="attention", share=0.5) == CheckpointPolicy(keep_attention, 0.5)
     assert policy(keep="projections") == CheckpointPolicy(keep_projections)
+    assert policy(keep="mlp") == CheckpointPolicy(keep_mlp)
+    with pytest.raises(ConfigError, match=r"keep: mlp, .* moe_implementation eager .* fused_triton or .* projections"):
+        policy(keep="mlp", sparse=True)
     assert policy(share=0.5, audio_share=0.0) == CheckpointPolicy(share=0.5, shares={"audio": 0.0})
     within = policy(keep="projections", keep_gb=0.5).context_fn
     assert isinstance(within, KeepWithin) and within.limit == within.room.left == 500_000_000
-    assert keeps_projections(policy(keep="projections", keep_gb=0.5)) and not keeps_projections(
-        policy(keep="attention")
-    )
+    names = ["inputs", "attention", "projections", "mlp"]
+    for number, kind in enumerate(("attention", "projection", "mlp"), 1):
+        for limit in (None, 0.5):
+            found = [name for name in names[1:] if keeps(policy(keep=name, keep_gb=limit), kind)]
+            assert found == names[number:] and not keeps(policy(), kind)
     with pytest.raises(ConfigError, match="keep_gb limits the results that keep names, which is inputs"):
         policy(keep_gb=0.5)
     found = policy(on)

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.train.ops.computed import Computed
 from tests.train.ops.test_recorded import BOTH
-from train.ops.recorded import Recording, Room, linear
+from train.ops.recorded import Recording, linear
+from train.ops.recorded_room import Room
 
 
 def test_what_does_not_fit_is_computed_again() -> None:
@@ -51,7 +52,7 @@ def test_blocks_that_come_first_are_served_first_from_the_second_pass_on() -> No
 
     def tower_and_text(tower: int, text: int) -> list[bool]:
         """Of one pass."""
-        found = [room.take(tower, first=False), room.take(text)]
+        found = [room.take(tower, 2), room.take(text)]
         for taken, nbytes in zip(found, (tower, text), strict=True):
             room.give_back(nbytes if taken else 0)
         return found
@@ -61,3 +62,20 @@ def test_blocks_that_come_first_are_served_first_from_the_second_pass_on() -> No
     assert tower_and_text(5, 6) == [False, True]
     assert tower_and_text(3, 12) == [True, False]  # more than before
     assert room.left == 10
+
+
+def test_what_comes_first_in_a_block_is_not_taken_from_by_what_comes_next() -> None:
+    """Four blocks ask for 3 of attention and then 2 of an MLP, a tower before them for 1: attention of the last block
+    comes before the MLP of the first one."""
+    for limit, mlps, tower in ((20, 4, False), (21, 4, True), (17, 2, False), (12, 0, False), (11, 1, False)):
+        room = Room(limit)
+        for number in range(3):
+            found = [(2, 1, room.take(1, 2))]
+            for _ in range(4):
+                found += [(0, 3, room.take(3, 0)), (1, 2, room.take(2, 1))]
+            for _, nbytes, taken in reversed(found):
+                room.give_back(nbytes if taken else 0)
+            served = [sum(taken for order, _, taken in found if order == which) for which in range(3)]
+            assert room.left == limit
+            expected = [min(limit // 3, 4), mlps, tower] if number else [min(limit // 3, 4), 0, 0]
+            assert served == expected, (limit, number)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schemas.errors import UnsupportedError
 from tests.train.ops.triton_cases import DEVICE, DTYPES, ON_GPU, TOLERANCE, gpu, kernels_can_run, poison, relative_error
-from train.ops import moe, triton_moe
+from train.ops import moe, triton_moe, triton_moe_first
 from train.ops.expert_backward import ExpertBackward
 from train.ops.lora_types import ExpertLora
 from train.ops.triton_moe import moe_experts
@@ -152,12 +152,14 @@ def test_the_down_product_is_not_computed_again(monkeypatch: pytest.MonkeyPatch,
     tensors += adapters((1, 5), rank, 24, 40) if rank else []
     runs: list[str] = []
 
-    def noted(name: str) -> None:
-        original = getattr(triton_moe, name)
-        monkeypatch.setattr(triton_moe, name, lambda *args, **kwargs: runs.append(name) or original(*args, **kwargs))
+    def noted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: runs.append(name) or original(*args, **kwargs))
 
-    for name in ("gate_up_products", "row_products", "gather_sum", "down_backward"):
-        noted(name)
+    for name in ("row_products", "gather_sum", "down_backward"):
+        noted(triton_moe, name)
+    for name in ("row_products", "gate_up_products"):
+        noted(triton_moe_first, name)
 
     def block(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> Tensor:
         lora = ExpertLora(*factors, scale=0.5) if factors else None
@@ -227,14 +229,14 @@ def test_between_the_halves_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> 
     ids, weights = choose(9, 3, 2)
     x, gate_up, down = (t.requires_grad_() for t in (draw(9, 16, seed=7), *parameters(3, 16, 8)))
     left: list[weakref.ref[Tensor]] = []
-    original = triton_moe.gate_up_products
+    original = triton_moe_first.gate_up_products
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         z, h = original(*args, **kwargs)
         left.append(weakref.ref(h))
         return z, h
 
-    monkeypatch.setattr(triton_moe, "gate_up_products", noted)
+    monkeypatch.setattr(triton_moe_first, "gate_up_products", noted)
     gc.disable()
     try:
         out = moe_experts(x, ids, weights, gate_up, down)

@@ -20,6 +20,7 @@ from schemas.errors import ConfigError
 from tests import dist as processes
 from tests.train.ops.triton_cases import ON_GPU, kernels_can_run
 from tests.train.parallel.expert_cases import EXPERTS, HIDDEN, MOST_ROWS, layer, leaves, obedient, one_share, rows_of
+from train.models.checkpointing import keep_mlp
 from train.ops import moe, triton_moe
 from train.ops.expert_backward import ExpertBackward
 from train.ops.registry import Device, OpSlot
@@ -141,9 +142,10 @@ def test_gradients_of_micro_batches_are_added_in_place() -> None:
     assert processes.run(2, _added) == [[(True,) * 5]] * 2
 
 
-def _fused() -> list[float]:
+def _fused(kept: bool) -> list[float]:
     """Of two micro-batches, relative errors of what the fused experts on two ranks make to the plain ones in one place:
-    the output, the rows' and weights' gradients of the second, the sums of the experts' gradients."""
+    the output, the rows' and weights' gradients of the second, the sums of the experts' gradients. kept: in a block
+    that is computed again and keeps what it can."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     rank, wide = dist.get_rank(), 16  # descriptors take multiples of 4
     whole = rows_of("even", 0, 1)
@@ -157,7 +159,8 @@ def _fused() -> list[float]:
     for number in (1, 2):
         mine = rows_of("even", rank, 2)
         x, shares = (mine["x"] * number).requires_grad_(), mine["weights"].clone().requires_grad_()
-        out = experts(x, mine["ids"], shares, own["gate_up"], own["down"])
+        given = x, mine["ids"], shares, own["gate_up"], own["down"]
+        out = checkpoint(experts, *given, use_reentrant=False, context_fn=keep_mlp) if kept else experts(*given)
         out.backward(mine["gradient"])
         all_x, all_shares = (whole["x"] * number).requires_grad_(), whole["weights"].clone().requires_grad_()
         wanted = moe.eager(all_x, whole["ids"], all_shares, plain["gate_up"], plain["down"])
@@ -169,8 +172,9 @@ def _fused() -> list[float]:
 
 
 @pytest.mark.skipif(ON_GPU, reason="its ranks have CPU tensors, which kernels take under the interpreter alone")
-def test_fused_experts_of_two_ranks_equal_plain_ones_in_one_place() -> None:
-    for errors in processes.run(2, _fused):
+@pytest.mark.parametrize("kept", [False, True])
+def test_fused_experts_of_two_ranks_equal_plain_ones_in_one_place(kept: bool) -> None:
+    for errors in processes.run(2, _fused, kept):
         assert len(errors) == 5 and max(errors) < 1e-5, errors
 
 
