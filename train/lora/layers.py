@@ -6,9 +6,8 @@ Shapes: r rank; E experts, H hidden size, I width of an expert; n = E for pairs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from train.models.checkpointing import Projection
 from train.models.initialize import Initializer
+from train.ops.lora_linear import lora_linear
 from train.ops.lora_types import ExpertLora
-from train.ops.recorded import linear
 
 Start = Literal["uniform", "normal", "zeros"]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of an expert
@@ -78,19 +77,18 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        # a block that is computed again can keep the product of the base, where it could keep the layer's
-        self.product: Callable[..., Tensor] = (
-            partial(linear, kind=base.kind) if isinstance(base, Projection) else F.linear
-        )
+        # a block that is computed again can keep the result where it could keep the base's
+        self.kind = base.kind if isinstance(base, Projection) else None
         self.settings, self.dropout = settings, dropout
         self.lora_A = Factor((settings.rank, self.in_features), starts.a, dtype)
         self.lora_B = Factor((self.out_features, settings.rank), starts.b, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., out] of [..., in]."""
-        low = F.linear(self._dropped(x), self.lora_A.weight.to(x.dtype))
-        update = F.linear(low, self.lora_B.weight.to(x.dtype)) * self.settings.scale
-        return self.product(x, self.weight, self.bias) + update
+        factors = self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype)
+        dropped = self._dropped(x) if self.dropout else None
+        weight, scale = self.weight, self.settings.scale
+        return lora_linear(x, weight, self.bias, *factors, scale, dropped=dropped, kind=self.kind)
 
     def widened(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(rows [S, in + r'], weight [out, in + r']) whose product is what `forward` gives, without its bias, for an op

@@ -22,8 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -33,9 +31,8 @@ from train.ops.lora_types import ExpertLora
 from train.ops.recorded import Recording, recording_of
 from train.ops.triton_moe_first import FirstHalf, GateUp, first_half
 from train.ops.triton_moe_gemm import add_weight_gradient, down_backward, row_products, weight_gradient
+from train.ops.triton_moe_lora import kernel_factors
 from train.ops.triton_moe_rows import gather_sum, spread, weight_sums
-
-Factors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # low_a, gate_b, up_b, down_a, down_b
 
 
 def moe_experts(
@@ -60,7 +57,7 @@ def moe_experts(
             f"moe_implementation fused_triton takes rows and experts of one dtype, not {x.dtype}, {gate_up.dtype} and "
             f"{down.dtype}; cast the experts to the dtype that the model computes in"
         )
-    factors = _factors(lora, x.dtype) if lora is not None else (None,) * 5
+    factors = kernel_factors(lora, x.dtype) if lora is not None else (None,) * 5
     tensors = (x.contiguous(), weights.float().contiguous(), _dense(gate_up), _dense(down), *factors)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     between = _Between(recording_of("mlp"))
@@ -171,20 +168,3 @@ def _dense(weights: Tensor) -> Tensor:
     """Contiguous and beginning at a multiple of 16 bytes, as descriptors want: a copy of what lies otherwise."""
     weights = weights.contiguous()
     return weights.clone() if weights.storage_offset() * weights.element_size() % 16 else weights
-
-
-def _factors(lora: ExpertLora, dtype: torch.dtype) -> Factors:
-    """Padded to a rank that the kernels take, the scale in the second factors; autograd leads to the originals."""
-    rank = lora.gate_a.shape[1]
-    extra = max(16, triton.next_power_of_2(rank)) - rank
-    gate_a, up_a = _as_many(lora.gate_a, lora.up_a)
-    gate_a, up_a, down_a = (F.pad(a.to(dtype), (0, 0, 0, extra)) for a in (gate_a, up_a, lora.down_a))
-    factors = (*_as_many(lora.gate_b, lora.up_b), lora.down_b)
-    gate_b, up_b, down_b = (F.pad((b * lora.scale).to(dtype), (0, extra)).contiguous() for b in factors)
-    return torch.cat((gate_a, up_a), dim=1), gate_b, up_b, down_a.contiguous(), down_b
-
-
-def _as_many(one: Tensor, other: Tensor) -> list[Tensor]:
-    """Both of every expert where one of them is: the kernel takes gate and up alike."""
-    count = max(len(one), len(other))
-    return [factors.expand(count, -1, -1) for factors in (one, other)]
