@@ -135,8 +135,9 @@ class WandbConfig(Strict):
 
 
 class LoggingConfig(Strict):
-    """Metrics always go to output_dir/metrics.jsonl. log_steps: every so many steps; the only points where the trainer
-    waits for the device; tensorboard: also as TensorBoard events; plots: curves as a picture beside the metrics."""
+    """Metrics always go to output_dir/metrics.jsonl. log_steps: every so many steps, told while the device works on the
+    next one, so that the trainer is at most one step ahead of it there; tensorboard: also as TensorBoard events; plots:
+    curves as a picture beside the metrics."""
 
     log_steps: Positive = 1
     tensorboard: bool = False

@@ -1,17 +1,18 @@
 """What the steps since the last log line come to, over all ranks.
 
 Adding a step waits for nothing: losses stay device tensors. At a log interval every sum goes into one vector, which one
-all-reduce adds up; what is wanted per rank (memory, waiting) has a place of its own for each rank in it. Then comes the
-only synchronisation with the device. Names and units: train.metric_names.
+all-reduce adds up; what is wanted per rank (memory, waiting) has a place of its own for each rank in it. The vector is
+then on its way to the host, which may give the device another step before it looks. Names and units:
+train.metric_names.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.data.collate import MODALITIES
+from train.host_copy import HostCopy, HostValues
 from train.objective import objective_metrics
 from train.peak_flops import peak_flops
 from train.step import StepResult
+from train.step_times import Clock, Idle, Span, StepTimes, clock_of
 
 PER_RANK = ("wait_s", "allocated", "reserved")  # of which the largest is reported
 OBJECTIVE = "objective/"  # before the names of its sums
@@ -39,6 +42,22 @@ class Interval:
     metrics: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class PendingInterval:
+    """An interval whose sums are on their way. values: of all ranks; make: what they say."""
+
+    values: HostValues
+    make: Callable[[list[float]], Interval]
+
+    def ready(self) -> bool:
+        """Whether `finish` waits for nothing; may differ between ranks."""
+        return self.values.ready()
+
+    def finish(self) -> Interval:
+        """Waits for the device to end the interval, and for nothing that it was given later. No collective call."""
+        return self.make(self.values.get())
+
+
 @dataclass
 class _Sums:
     steps: int = 0
@@ -50,15 +69,14 @@ class _Sums:
     sources: dict[str, Tensor] = field(default_factory=dict)
     experts: Tensor | None = None
     lr: dict[str, float] = field(default_factory=dict)
-    wait_s: float = 0.0
     objective: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Meter:
-    """Of one rank; all ranks add the same steps and call `reduce` together.
+    """Of one rank; all ranks add the same steps and call `end_interval` together.
 
     sources: names of all of the data, in one order on every rank; group: of the all-reduce, of tensors on `device`
-    (None = the default group).
+    (None = the default group); clock: None = that of the device; copy: to the host.
     """
 
     def __init__(
@@ -69,26 +87,14 @@ class Meter:
         rank: int = 0,
         world_size: int = 1,
         group: dist.ProcessGroup | None = None,
+        clock: Clock | None = None,
+        copy: Callable[[Tensor], HostValues] = HostCopy,
     ) -> None:
         self.sources, self.device = tuple(sources), device
         self.rank, self.world_size, self.group = rank, world_size, group
         self.peak = peak_flops(device)
+        self.times, self._copy = StepTimes(clock or clock_of(device)), copy
         self._sums = _Sums()
-        self._began = time.monotonic()
-        self._paused_s = 0.0
-        self._left: float | None = None
-        self._counted = 0.0  # waiting for data that was inside the pause between two steps
-
-    def begin_step(self) -> None:
-        """Time since the end of the step before is a pause; waiting for data, which `add` learns of, is taken out."""
-        if self._left is not None:
-            self._paused_s += time.monotonic() - self._left
-            self._counted = time.monotonic() - self._left
-            self._left = None
-
-    def end_step(self) -> None:
-        """The work of this step is over; what follows until `begin_step` is a pause."""
-        self._left = time.monotonic()
 
     def add(self, result: StepResult) -> None:
         """Adds a step, without waiting for the device."""
@@ -100,9 +106,7 @@ class Meter:
         norm = result.grad_norm.detach().double()
         sums.norm, sums.norm_max = norm, norm if sums.norm_max is None else torch.maximum(sums.norm_max, norm)
         sums.lr = result.lr
-        self._paused_s -= min(result.wait_s, self._counted)
-        self._counted = 0.0
-        sums.wait_s += result.wait_s
+        self.times.waited(result.wait_s)
         counts = {name: getattr(result, name) for name in ("label_tokens", "tokens", "samples", "padding", "flops")}
         counts |= {f"tokens/{kind}": result.modality_tokens.get(kind, 0) for kind in MODALITIES}
         for name, of_source in result.source_loss.items():
@@ -117,22 +121,24 @@ class Meter:
         if result.expert_counts is not None:
             sums.experts = _plus(sums.experts, result.expert_counts)
 
-    def reduce(self, dead_samples: int = 0) -> Interval:
-        """Ends the interval: its sums over all ranks. The one collective call, and the one wait for the device."""
+    def end_interval(self, dead_samples: int = 0) -> PendingInterval:
+        """Ends the interval: its sums over all ranks, which come later. The one collective call. Waits at most for the
+        device to begin the last step."""
         sums, self._sums = self._sums, _Sums()
         if not sums.steps:
-            raise ValueError("no step since the last reduction")
-        names, vector = self._vector(sums, dead_samples)
+            raise ValueError("no step since the last interval")
+        idle = self.times.idle()
+        names, vector = self._vector(sums, idle, dead_samples)
         if self.world_size > 1:
             dist.all_reduce(vector, group=self.group)
         norms = torch.stack([_or_zero(sums.norm, self.device), _or_zero(sums.norm_max, self.device)])
-        values = torch.cat([vector, norms]).tolist()
-        now = time.monotonic()
-        wall, pause = now - self._began, max(self._paused_s, 0.0)
-        self._began, self._paused_s = now, 0.0
+        span = self.times.cut()  # reached when the copy is there
+        return PendingInterval(self._copy(torch.cat([vector, norms])), partial(self._interval, names, sums, idle, span))
+
+    def _interval(self, names: list[str], sums: _Sums, idle: Idle, span: Span, values: list[float]) -> Interval:
         total = dict(zip(names, values, strict=False))
         metrics = {**self._means(total, sums), "grad_norm": values[-2], "grad_norm_max": values[-1]}
-        metrics |= self._rates(total, sums.steps, max(wall - pause, 1e-9), pause)
+        metrics |= self._rates(total, sums.steps, max(span.seconds() - idle.pause_s, 1e-9), idle.pause_s)
         sources = {
             name: (total[f"source_loss/{name}"], round(total[f"source/{name}"]))
             for name in self.sources
@@ -145,22 +151,23 @@ class Meter:
             metrics |= expert_load(experts)
         return Interval(sums.steps, sources, experts, metrics)
 
-    def _vector(self, sums: _Sums, dead_samples: int) -> tuple[list[str], Tensor]:
+    def _vector(self, sums: _Sums, idle: Idle, dead_samples: int) -> tuple[list[str], Tensor]:
         """float64 on the device: the named sums, then the experts' counts."""
         counts = ["label_tokens", "tokens", "samples", "padding", "flops", *(f"tokens/{kind}" for kind in MODALITIES)]
         counts += [f"source/{name}" for name in self.sources]
         local = {name: float(sums.counts.get(name, 0)) for name in counts}
         allocated, reserved, retries = device_memory(self.device)
         local |= {"dead_samples": float(dead_samples), "retries": float(retries)}
-        mine = {"wait_s": sums.wait_s, "allocated": allocated, "reserved": reserved}
+        mine = {"wait_s": idle.wait_s, "allocated": allocated, "reserved": reserved}
         for rank in range(self.world_size):
             local |= {f"{name}.{rank}": mine[name] if rank == self.rank else 0.0 for name in PER_RANK}
         on_device = {"loss": sums.loss, "aux_loss": sums.aux}
         on_device |= {f"source_loss/{name}": sums.sources.get(name) for name in self.sources}
         on_device |= {f"{OBJECTIVE}{name}": value for name, value in sums.objective.items()}
-        known = torch.tensor(list(local.values()), dtype=torch.float64, device=self.device)
+        pinned = self.device.type == "cuda"  # else the copy would wait
+        known = torch.tensor(list(local.values()), dtype=torch.float64, pin_memory=pinned)
         losses = torch.stack([_or_zero(value, self.device) for value in on_device.values()])
-        parts = [known, losses]
+        parts = [known.to(self.device, non_blocking=True), losses]
         if sums.experts is not None:
             parts.append(sums.experts.flatten().to(self.device))
         return [*local, *on_device], torch.cat(parts)

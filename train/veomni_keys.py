@@ -96,7 +96,7 @@ VEOMNI_KEYS: dict[str, Instead] = {
     "train.ep_sharded_stream_load": Instead(None, "always on: each rank reads its own slices"),
     "train.enable_full_determinism": Instead("train.deterministic", "another name"),
     "train.enable_batch_invariant_mode": Instead("train.deterministic", "the nearest: equal results at every run"),
-    "train.sync_each_train_step": Instead("train.logging.log_steps", "the only steps that wait for the device"),
+    "train.sync_each_train_step": Instead("train.logging.log_steps", "there the trainer is at most one step ahead"),
     "train.empty_cache_steps": Instead(None, "not needed: memory is not fragmented by our own buffers"),
     "train.gc_steps": Instead(None, "not needed: collections leave out what was there before the first step"),
     "train.data_parallel_mode": _moved("train.accelerator.fsdp_config.fsdp_mode"),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.train.fake_device import FakeDevice
 from train.loss import SourceLoss
 from train.metrics import Meter
 from train.step import StepResult
@@ -39,18 +40,20 @@ def step_result(scale: float = 1.0, **changes: Any) -> StepResult:
 def of_two_ranks() -> dict[str, Any]:
     """Two steps on each rank, those of rank 1 twice as large; rank 1 alone has the source `text`."""
     rank = dist.get_rank()
-    meter = Meter(SOURCES, torch.device("cpu"), rank=rank, world_size=2)
+    device = FakeDevice()  # its clock
+    meter = Meter(SOURCES, torch.device("cpu"), rank=rank, world_size=2, clock=device)
     sources = {"text": SourceLoss(torch.tensor(8.0), 2)} if rank else {}
     for _ in range(2):
         clips = step_result(1.0 + rank).source_loss
         same = {"grad_norm": torch.tensor(3.0), "lr": {"base": 1e-3}}
-        meter.begin_step()
+        device.host(0.25 * (1 + rank))  # waits for data
+        meter.times.begin_step()
         meter.add(step_result(1.0 + rank, source_loss=clips | sources, **same))
-        meter.end_step()
+        meter.times.end_step()
     calls = []
     reduce = dist.all_reduce
     dist.all_reduce = lambda *arguments, **keys: (calls.append(1), reduce(*arguments, **keys))
-    interval = meter.reduce(dead_samples=rank)
+    interval = meter.end_interval(dead_samples=rank).finish()
     dist.all_reduce = reduce
     assert interval.expert_counts is not None
     return {

@@ -6,9 +6,7 @@ import gc
 import gzip
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +15,7 @@ from rich.console import Console
 
 from schemas.errors import ConfigError, ResumableError
 from tests.train.metric_steps import SOURCES, step_result
-from train.callbacks.base import Callback
+from tests.train.stand_in import Trainer
 from train.callbacks.checkpoint import CheckpointCallback
 from train.callbacks.evaluation import EvaluationCallback
 from train.callbacks.export import ExportCallback
@@ -34,64 +32,9 @@ from train.export import Exporter
 from train.loss import SourceLoss
 from train.metric_writers import read_metrics
 from train.metrics import Meter
-from train.state import TrainerState
 from train.stopping import Stopper
-from train.trainer import BaseTrainer
 
 CPU = torch.device("cpu")
-
-
-class Trainer:
-    """As much of a trainer as callbacks see. did: what it was asked to do; said: by `say`."""
-
-    def __init__(self, folder: Path, callbacks: Sequence[Callback], **sections: Any) -> None:
-        train = {"checkpoint": CheckpointConfig(output_dir=str(folder)), "evaluation": EvaluationConfig(), **sections}
-        self.args = SimpleNamespace(train=SimpleNamespace(**train), model_dump=lambda mode: {"seed": 1})
-        self.state, self.callbacks, self.should_stop = TrainerState(), list(callbacks), False
-        self.train_dataloader, self.lora = SimpleNamespace(dead=[]), None
-        self.did: list[str] = []
-        self.said: list[str] = []
-        self.committed: list[Path] = []
-        self.checkpointer = SimpleNamespace(
-            output_dir=folder, family="qwen3", wait=lambda: self.did.append("wait"), take_committed=self._take
-        )
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def save(self, *, final: bool = False) -> Path:
-        self.did.append(f"save {self.state.step}{' final' if final else ''}")
-        return Path()
-
-    def evaluate(self) -> dict[str, float]:
-        self.did.append(f"evaluate {self.state.step}")
-        self.state.evaluated(2.5)
-        self.call("on_evaluate", {"loss": 2.5})
-        return {"loss": 2.5}
-
-    def call(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, hook)(cast(BaseTrainer, self), *arguments)
-
-    def step(self, **changes: Any) -> None:
-        self.call("on_step_begin")
-        result = step_result(**changes)
-        self.state.count(result.tokens, result.samples, epoch_ends=False)
-        self.call("on_step_end", result)
-
-    def train(self, steps: int, **changes: Any) -> None:
-        self.call("on_train_begin")
-        for _ in range(steps):
-            self.step(**changes)
-        self.call("on_train_end")
-
-    def fail(self, error: BaseException) -> None:
-        for callback in reversed(self.callbacks):
-            callback.on_exception(cast(BaseTrainer, self), error)
-
-    def _take(self) -> list[Path]:
-        found, self.committed = self.committed, []
-        return found
 
 
 def metrics(folder: Path, log_steps: int = 1, **keys: Any) -> MetricsCallback:
@@ -206,14 +149,18 @@ def test_when_is_saved(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, [CheckpointCallback()], checkpoint=config)
     trainer.train(5)
     assert trainer.did == ["save 2", "save 4", "save 5 final"]
-    trainer.did, trainer.state.epoch = [], 1
-    trainer.call("on_epoch_end")
-    trainer.should_stop = True  # the trainer saves by itself then
+    trainer.did = []
     trainer.step()
-    trainer.call("on_epoch_end")
-    assert trainer.did == ["save 5"]
+    trainer.state.epoch += 1  # which ends with the next step
+    for _ in range(3):
+        trainer.step()
+    assert trainer.did == ["save 6", "save 7", "save 8"]
+    trainer.should_stop = True  # the trainer saves by itself then
+    trainer.state.epoch += 1
+    trainer.step()
+    assert trainer.did[3:] == []
     trainer.fail(KeyboardInterrupt())
-    assert trainer.did == ["save 5"]
+    assert trainer.did[3:] == []
     trainer.fail(RuntimeError())
     assert trainer.did[-1] == "wait"
 

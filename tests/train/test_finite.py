@@ -43,3 +43,17 @@ def test_the_last_checkpoint_is_from_before(tmp_path: Path, log_steps: int, told
     assert trainer.state.step == told_after
     steps = sorted(path.name for path in trainer.checkpointer.output_dir.glob("step_*"))
     assert steps == ["step_2"] and str(trainer.checkpointer.output_dir) in str(error.value)
+
+
+def test_an_adapter_that_is_no_numbers_is_not_exported(tmp_path: Path) -> None:
+    """It is exported as it is, without a checkpoint."""
+    config = omni_config(tmp_path, write_data(tmp_path / "data"), max_steps=6)
+    values = config.model_dump()
+    values["model"]["lora_config"] = {"r": 2, "target_modules": ["q_proj"]}
+    values["train"]["logging"] |= {"log_steps": 10}
+    values["train"]["checkpoint"] |= {"hf_save_steps": 2}
+    trainer = make_trainer(type(config).model_validate(values), callbacks=[Poison(3)])
+    with pytest.raises(OmniloomError, match="step 3: the norm of the gradients is nan"):
+        trainer.train()
+    assert trainer.state.step == 4
+    assert [path.name for path in (tmp_path / "output" / "hf").iterdir()] == ["step_2"]

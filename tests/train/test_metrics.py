@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.train.checkpoint_worker import Ranks
+from tests.train.fake_device import FakeDevice
 from tests.train.metric_steps import SOURCES, step_result
 from train.loss import SourceLoss
 from train.metric_names import METRICS, describe
@@ -27,7 +27,7 @@ def test_one_process_by_hand() -> None:
     one = meter()
     one.add(step_result())
     one.add(step_result(3.0))
-    interval = one.reduce(dead_samples=2)
+    interval = one.end_interval(dead_samples=2).finish()
     found = interval.metrics
     assert interval.steps == 2
     assert found["loss"] == pytest.approx((30 + 90) / (10 + 30))
@@ -49,7 +49,7 @@ def test_one_process_by_hand() -> None:
     assert found["tflops_per_gpu"] * found["interval_s"] == pytest.approx(8e9 / 1e12)
     assert "mfu" not in found and found["memory_gb"] > 0.01
     with pytest.raises(ValueError, match="no step since"):
-        one.reduce()
+        one.end_interval()
 
 
 def test_two_ranks_by_hand(ranks: Ranks) -> None:
@@ -75,7 +75,7 @@ def test_a_step_without_labels_or_experts() -> None:
     one = meter()
     nothing = {"label_tokens": 0, "source_loss": {}, "expert_counts": None, "aux_loss": None, "tokens": 0, "padding": 0}
     one.add(step_result(loss_sum=torch.tensor(0.0), **nothing))
-    interval = one.reduce()
+    interval = one.end_interval().finish()
     assert interval.metrics["loss"] == 0.0 and interval.metrics["padding"] == 0.0 and interval.expert_counts is None
     assert "aux_loss" not in interval.metrics and "expert_load_max" not in interval.metrics
 
@@ -83,7 +83,7 @@ def test_a_step_without_labels_or_experts() -> None:
 def test_a_loss_that_is_not_a_number_is_told_as_it_is() -> None:
     one = meter()
     one.add(step_result(loss_sum=torch.tensor(float("nan"))))
-    loss = one.reduce().metrics["loss"]
+    loss = one.end_interval().finish().metrics["loss"]
     assert loss != loss
 
 
@@ -92,31 +92,31 @@ def test_an_unknown_source_is_an_error() -> None:
         meter().add(step_result(source_loss={"other": SourceLoss(torch.tensor(1.0), 1)}))
 
 
-def test_pauses_between_steps_are_not_work_but_waiting_for_data_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    one = meter()
+def test_pauses_between_steps_are_not_work_but_waiting_for_data_is() -> None:
+    clock = FakeDevice()
+    one = meter(clock=clock)
+    clock.host(1.0)  # waiting for data
     for _ in range(2):
-        one.begin_step()
-        now += 2.0  # the step
+        one.times.begin_step()
+        clock.host(2.0)  # the step
         one.add(step_result(wait_s=1.0))
-        one.end_step()
-        now += 6.0  # saving for 5 s, waiting for data for 1 s
-    one.begin_step()
-    now += 2.0
+        one.times.end_step()
+        clock.host(6.0)  # saving for 5 s, waiting for data for 1 s
+    one.times.begin_step()
+    clock.host(2.0)
     one.add(step_result(wait_s=1.0))
-    found = one.reduce().metrics
-    assert found["interval_s"] == pytest.approx(3 * 2.0 + 2 * 1.0)
+    found = one.end_interval().finish().metrics
+    assert found["interval_s"] == pytest.approx(3 * 2.0 + 3 * 1.0)
     assert found["pause_s"] == pytest.approx(10.0)
-    assert found["data_wait"] == pytest.approx(3 / 8)
-    assert found["tokens_per_second_per_gpu"] == pytest.approx(150 / 8)
+    assert found["data_wait"] == pytest.approx(3 / 9)
+    assert found["tokens_per_second_per_gpu"] == pytest.approx(150 / 9)
 
 
 def test_mfu_is_the_share_of_the_peak() -> None:
     one = meter()
     one.peak = 1e12
     one.add(step_result())
-    found = one.reduce().metrics
+    found = one.end_interval().finish().metrics
     assert found["mfu"] == pytest.approx(found["tflops_per_gpu"])
 
 
@@ -147,7 +147,7 @@ def test_peaks(name: str, peak: float | None) -> None:
 def test_every_metric_has_a_unit_and_stands_in_the_document() -> None:
     one = meter()
     one.add(step_result())
-    for name in one.reduce().metrics:
+    for name in one.end_interval().finish().metrics:
         unit, meaning = describe(name)
         assert unit and meaning, name
     text = DOCUMENT.read_text()

@@ -16,6 +16,10 @@ class Callback:
     def on_train_begin(self, trainer: BaseTrainer) -> None:
         """After building, before the first step."""
 
+    def on_resume(self, trainer: BaseTrainer) -> None:
+        """Training goes on from a checkpoint; after `on_train_begin` of all callbacks. What was due after that step and
+        did not come to its end can be made up for."""
+
     def on_step_begin(self, trainer: BaseTrainer) -> None:
         """The micro-batches are there."""
 
@@ -29,7 +33,7 @@ class Callback:
         """After an evaluation."""
 
     def on_before_save(self, trainer: BaseTrainer) -> None:
-        """A checkpoint is about to be taken."""
+        """A checkpoint is about to be taken, or an adapter to be exported as it is."""
 
     def on_save(self, trainer: BaseTrainer, path: Path) -> None:
         """A checkpoint was taken; it may still be written."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from schemas.errors import OmniloomError
 from train.callbacks.base import Callback
+from train.host_copy import HostCopy, HostValues
 
 if TYPE_CHECKING:
     from train.step import StepResult
@@ -16,31 +19,54 @@ if TYPE_CHECKING:
 
 
 class FiniteCallback(Callback):
-    """Looks at the norm of the gradients, which is the same on all ranks, where the trainer waits for the device
-    anyway: every `logging.log_steps`, and before it saves."""
+    """Looks at the norm of the gradients, which is the same on all ranks: every `logging.log_steps` it is sent to the
+    host, which looks at the end of the next step, and before anything is saved or after an evaluation at once.
 
-    def __init__(self, log_steps: int) -> None:
-        self.log_steps = log_steps
-        self._norms: list[tuple[int, Tensor]] = []  # of the steps that were not looked at
+    When it looks is a matter of steps alone, never of whether a norm is there yet: that may differ between ranks, and
+    one that ended a step earlier would leave the others in a collective call. copy: to the host.
+    """
+
+    def __init__(self, log_steps: int, *, copy: Callable[[Tensor], HostValues] = HostCopy) -> None:
+        self.log_steps, self._copy = log_steps, copy
+        self._norms: list[tuple[int, Tensor]] = []  # of the steps since they were last sent
+        self._sent: tuple[list[int], HostValues] | None = None  # of which steps, and their norms
 
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
+        self._look(trainer)  # at those of earlier steps
         self._norms.append((trainer.state.step, result.grad_norm))
         if trainer.state.step % self.log_steps == 0:
-            self._look(trainer)
+            self._send()
+            if self._sent is not None and self._sent[1].at_once:
+                self._look(trainer)
+
+    def on_evaluate(self, trainer: BaseTrainer, metrics: dict[str, float]) -> None:
+        self._look_at_all(trainer)
 
     def on_before_save(self, trainer: BaseTrainer) -> None:
+        self._look_at_all(trainer)
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        self._look_at_all(trainer)
+
+    def _look_at_all(self, trainer: BaseTrainer) -> None:
+        self._look(trainer)
+        self._send()
         self._look(trainer)
 
-    def _look(self, trainer: BaseTrainer) -> None:
+    def _send(self) -> None:
         norms, self._norms = self._norms, []
-        if not norms:
+        if norms:
+            values = self._copy(torch.stack([norm.detach() for _, norm in norms]))
+            self._sent = [step for step, _ in norms], values
+
+    def _look(self, trainer: BaseTrainer) -> None:
+        sent, self._sent = self._sent, None
+        if sent is None:
             return
-        finite = torch.stack([norm.detach() for _, norm in norms]).isfinite().tolist()
-        if all(finite):
-            return
-        step, norm = norms[finite.index(False)]
-        raise OmniloomError(
-            f"step {step}: the norm of the gradients is {float(norm)}, and the parameters are no numbers since; none "
-            f"of it was saved. Start again to go on from the checkpoint before it in "
-            f"{trainer.checkpointer.output_dir}, with a lower rate or without the rows of that step"
-        )
+        for step, norm in zip(sent[0], sent[1].get(), strict=True):
+            if not math.isfinite(norm):
+                raise OmniloomError(
+                    f"step {step}: the norm of the gradients is {norm}, and the parameters are no numbers since; none "
+                    f"of it was saved. Start again to go on from the checkpoint before it in "
+                    f"{trainer.checkpointer.output_dir}, with a lower rate or without the rows of that step"
+                )
