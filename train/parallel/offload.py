@@ -27,15 +27,23 @@ class ActivationOffload:
     def __init__(self, gpu_bytes: int = 0) -> None:
         self.gpu_bytes = gpu_bytes
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._window: deque[_Input] = deque()
+        self._window: deque[weakref.ref[_Input]] = deque()  # a graph that is gone needs no input
         self._last: weakref.ref[_Input] | None = None
-        self._held = 0
+        self._staying: weakref.WeakSet[_Stays] = weakref.WeakSet()
+
+    @property
+    def held(self) -> int:
+        """Bytes of inputs that stay on the GPU, of all graphs that are there now."""
+        return sum(stays.nbytes for stays in self._staying)
 
     def __call__(self, run: Callable[..., Any], block: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
         """run(block, hidden, *others), hidden being elsewhere between its two runs."""
-        if not hidden.requires_grad or self._held + hidden.nbytes <= self.gpu_bytes:
-            self._held += hidden.nbytes if hidden.requires_grad else 0
-            return self._held_until_backward(run(block, hidden, *others), hidden)
+        if not hidden.requires_grad:
+            return run(block, hidden, *others)
+        if self.held + hidden.nbytes <= self.gpu_bytes:
+            stays = _Stays(block, hidden.nbytes)
+            self._staying.add(stays)
+            return run(stays, hidden, *others)
         record = self._leave(hidden)
 
         def again(ticket: Tensor, *rest: Any) -> Any:
@@ -47,23 +55,14 @@ class ActivationOffload:
             first.register_hook(lambda _: record.fetch(ahead=True))  # before the block begins its backward pass
         return result
 
-    def _held_until_backward(self, result: Any, hidden: Tensor) -> Any:
-        first = result[0] if isinstance(result, tuple) else result
-        if hidden.requires_grad and first.requires_grad:
-            size = hidden.nbytes
-
-            def let_go(_: Tensor) -> None:
-                self._held -= size
-
-            first.register_hook(let_go)
-        return result
-
     def _leave(self, hidden: Tensor) -> _Input:
         record = _Input(hidden.detach(), self._stream(hidden.device), self._last)
         self._last = weakref.ref(record)
-        self._window.append(record)
+        self._window.append(self._last)
         while len(self._window) > WINDOW:
-            self._window.popleft().drop()
+            oldest = self._window.popleft()()
+            if oldest is not None:
+                oldest.drop()
         return record
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -72,6 +71,17 @@ class ActivationOffload:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
+
+
+class _Stays:
+    """A block whose input stays. Checkpointing holds it exactly as long as that input: until the graph lets go of both,
+    in a backward pass or when it is gone itself, however often and however far backward passes went."""
+
+    def __init__(self, block: Callable[..., Any], nbytes: int) -> None:
+        self.block, self.nbytes = block, nbytes
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.block(*inputs)
 
 
 class _Input:
