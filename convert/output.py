@@ -89,15 +89,16 @@ class OutputDirectory:
         """ConfigError when something else has the name."""
         if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
             return False
-        reason = self._difference() if self.path.is_dir() else "it is no directory"
+        reason = self.difference() if self.path.is_dir() else "it is no directory"
         if reason is None:
             return True
         raise ConfigError(
             f"{self.path}: exists and is not the result of this conversion: {reason}; choose another output"
         )
 
-    def _difference(self) -> str | None:
-        """What tells the directory from the finished output, None when nothing does."""
+    def difference(self) -> str | None:
+        """What tells the directory from the finished output of this very conversion, None when nothing does: of what
+        its own record says of inputs, options and files; weights are not read."""
         try:
             report = read_object(self.path / REPORT)
             time = (self.path / REPORT).stat().st_mtime_ns
@@ -119,6 +120,12 @@ class OutputDirectory:
             if name in sizes and state.st_mtime_ns != time:
                 return f"its {name} was written to later, or copied without its time (see `verify`)"
         return None
+
+    def other_begun(self) -> bool:
+        """Whether an unfinished conversion of other inputs or options is in the way, which `open` without resume throws
+        away."""
+        lines = _read_journal(self.partial / JOURNAL)
+        return bool(lines) and lines[0]["fingerprint"] != self.fingerprint
 
     def _check_place(self) -> None:
         """A directory can be made there, and what is there already, an empty one, can be replaced."""

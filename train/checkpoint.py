@@ -7,7 +7,6 @@ text and tensors: nothing of a checkpoint is ever unpickled.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -35,11 +34,13 @@ from schemas.errors import IncompleteSourceError, OmniloomError, UnsupportedErro
 from train.agreement import Agreement
 from train.checkpoint_io import (
     STATE_VERSION,
+    amend_state,
     check_family,
     check_tensors,
     local_bytes,
     read_state,
     read_tensors,
+    state_bytes,
     write_tensors,
 )
 from train.checkpoint_layout import begin, commit, find_step, rng_file, step_folder, tidy
@@ -72,13 +73,16 @@ log = logging.getLogger("omniloom.train")
 
 @dataclass
 class _Save:
-    """A save that is under way. nbytes: of all tensors over all ranks."""
+    """A save that is under way. nbytes: of all tensors over all ranks; late: what came to the caller's state after it
+    began; named: the checkpoint is complete, under its name."""
 
     step: int
     temporary: Path
     nbytes: int
     thread: threading.Thread | None = None
     error: BaseException | None = None
+    late: Mapping[str, Any] = field(default_factory=dict)
+    named: bool = False
     began: float = field(default_factory=time.monotonic)
 
     def written(self) -> int:
@@ -130,6 +134,7 @@ class Checkpointer:
         self._saved: Path | None = None  # the newest checkpoint of this run, or the one it goes on from
         self._committed: list[Path] = []
         self._reading: set[Path] = set()
+        self._naming = threading.Lock()
 
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, final: bool = False
@@ -161,6 +166,23 @@ class Checkpointer:
         if not asynchronous:
             self.wait()
         return path
+
+    def amend(self, step: int, state: Mapping[str, Any]) -> None:
+        """Other values of keys of the caller's state in the checkpoint of a step that this run saved or goes on from;
+        nothing where there is none. One that is still being written appears with them. No collective call, as a save in
+        the background has those of the group: rank 0 writes, and warns when it cannot."""
+        if self.rank != 0:
+            return
+        with self._naming:
+            save, path = self._running, step_folder(self.output_dir, step)
+            running = save is not None and save.step == step
+            if save is not None and running and not save.named:
+                save.late = {**save.late, **state}
+            elif running or path == self._saved:
+                try:
+                    amend_state(path, state)
+                except (OSError, OmniloomError) as error:
+                    log.warning("%s: what came after the save could not be added: %s", path, error)
 
     def wait(self) -> None:
         """Until nothing is being saved, with progress on rank 0. Raises the error of the save."""
@@ -252,7 +274,7 @@ class Checkpointer:
             "lora": self.lora,
             **state,
         }
-        return json.dumps(record, indent=1).encode()
+        return state_bytes(record)
 
     def _begin(self, step: int, nbytes: int) -> str:
         self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -301,7 +323,11 @@ class Checkpointer:
                 f"{save.temporary}: the files of ranks {missing[:5]} are not visible here; "
                 "train.checkpoint.output_dir must be a folder that all nodes share"
             )
-        final = commit(save.temporary, save.step)
+        with self._naming:
+            if save.late:
+                amend_state(save.temporary, save.late)
+            final = commit(save.temporary, save.step)
+            save.named = True
         seconds = time.monotonic() - save.began
         log.info("%s: %.2f GB saved in %.1f s", final, save.nbytes / 1e9, seconds)
         try:

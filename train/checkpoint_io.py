@@ -4,6 +4,7 @@ loaded with weights_only, and nothing but tensors is ever saved."""
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import warnings
 import zipfile
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from convert.dcp_index import DcpIndex, StoredTensor
+from convert.output import write_atomic
 from convert.patterns import some
 from convert.small_files import read_object
 from convert.tensors import TensorInfo, box_shape
@@ -212,6 +214,16 @@ def read_state(path: Path) -> dict[str, Any]:
     if wrong := [key for key, kind in kinds.items() if not isinstance(record.get(key), kind)]:
         raise IncompleteSourceError(f"{where}: {wrong[0]} is missing or of the wrong kind")
     return record
+
+
+def state_bytes(record: Mapping[str, Any]) -> bytes:
+    """The content of a state.json."""
+    return json.dumps(record, indent=1).encode()
+
+
+def amend_state(path: Path, values: Mapping[str, Any]) -> None:
+    """Other values of keys of the state.json of a checkpoint, all at once. Raises as `read_state`; OSError."""
+    write_atomic(path / STATE_FILE, state_bytes({**read_state(path), **values}))
 
 
 def check_family(path: Path, record: Mapping[str, Any], family: str) -> None:

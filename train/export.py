@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
 
 from convert.assemble import open_base
-from convert.job import Options, run
+from convert.job import Options, planned, run
 from convert.progress import Meter, shown, stoppable
 from convert.system_errors import stated
 from convert.tables.hub import FAMILIES
@@ -50,7 +51,8 @@ class _Export:
 
 class Exporter:
     """Of rank 0. Exports run one after the other, the newest first that waits; each goes to output_dir/hf/step_N, its
-    messages beside it. What fails is told by `wait`, at the end of the training.
+    messages beside it. One that is there already is left alone; what else has its name is moved aside, as it may be the
+    only copy of its weights. What fails is told by `wait`, at the end of the training.
 
     base: a model directory whose other tensors are taken along (a whole Omni around a thinker), None = the config.json
     beside the checkpoint. hold, release: keep a checkpoint from being removed meanwhile.
@@ -71,12 +73,15 @@ class Exporter:
         self._running: _Export | None = None
 
     def start(self, checkpoint: Path) -> None:
-        """Exports a complete checkpoint as soon as no other export runs."""
+        """Exports a complete checkpoint as soon as no other export runs, unless an earlier run has done so."""
         if checkpoint in self._waiting or (self.folder / checkpoint.name) in self.done:
             return
         if self._running is not None and self._running.source == checkpoint:
             return
         self.hold(checkpoint)
+        if self._is_there(checkpoint):
+            self.release(checkpoint)
+            return
         self._waiting.append(checkpoint)
         self.poll()
 
@@ -126,6 +131,29 @@ class Exporter:
         """What a user types to export by hand."""
         base = f" --base {self.base}" if self.base is not None else ""
         return f"omniloom convert dcp-to-hf {checkpoint} {self.folder / checkpoint.name}{base}"
+
+    def _is_there(self, checkpoint: Path) -> bool:
+        """Whether this very export is there and whole, as its record says: of this checkpoint as it is, with this base.
+        Takes its name from anything else."""
+        output = self.folder / checkpoint.name
+        if not output.is_dir() or not any(output.iterdir()):
+            return False
+        try:
+            with stated():
+                _, out = planned(dcp_to_hf_conversion(checkpoint, self.base), output, Options(WORKERS))
+                reason = out.difference()
+                if reason is None:
+                    self.done.append(output)
+                    log.info("%s: is exported already", output)
+                    return True
+                if output.is_symlink():  # where it leads is another's
+                    return False
+                aside = _free_name(output)
+                output.rename(aside)
+                log.warning("%s: %s; it is called %s now, and the export is made anew", output, reason, aside.name)
+        except OmniloomError as error:  # of which the export will end, too
+            log.warning("%s: cannot be compared with its checkpoint: %s", output, error)
+        return False
 
     def _launch(self, checkpoint: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -186,12 +214,15 @@ def check_export(config: CheckpointConfig, family: str, *, adapters: bool) -> No
 
 
 def export(checkpoint: Path, output: Path, base: Path | None) -> None:
-    """Converts in this process, with progress on stderr."""
+    """Converts in this process, with progress on stderr. Goes on with what was left unfinished of this very export; of
+    another checkpoint or base it is thrown away."""
     meter = Meter()
     with stated(), stoppable(), shown(meter):
         conversion = dcp_to_hf_conversion(checkpoint, base)
         verify = partial(verify_conversion, workers=WORKERS)
-        run(conversion, output, Options(WORKERS), meter.add, verify, meter.begin)
+        _, out = planned(conversion, output, Options(WORKERS))
+        options = Options(WORKERS, resume=not out.other_begun())
+        run(conversion, output, options, meter.add, verify, meter.begin)
 
 
 def main() -> int:
@@ -214,6 +245,11 @@ def _kind(code: int) -> type[OmniloomError]:
     """The error of an exit code."""
     kinds = {kind.exit_code: kind for kind in reversed(OmniloomError.__subclasses__())}
     return kinds[code] if code in kinds and code != OmniloomError.exit_code else OmniloomError
+
+
+def _free_name(path: Path) -> Path:
+    """step_100 -> step_100.before-1, or a higher number."""
+    return next(name for n in count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.before-{n}")))
 
 
 def _last_line(file: Path) -> str:

@@ -120,6 +120,8 @@ class BaseTrainer(TrainerParts):
         try:
             self.build()
             self.call("on_train_begin")
+            if self.resume_from is not None:
+                self.call("on_resume")
             steps = cast(Generator[StepBatches, None, None], iter(self.train_dataloader))
             with closing(steps):
                 for batches in steps:
@@ -136,11 +138,13 @@ class BaseTrainer(TrainerParts):
         return self.state
 
     def evaluate(self) -> dict[str, float]:
-        """The losses on the sources of `evaluation`; a collective call. Callbacks hear of them, too."""
+        """The losses on the sources of `evaluation`; a collective call. The checkpoint of this step, if there is one,
+        and the callbacks hear of them, too."""
         if self.evaluator is None:
             raise ConfigError("train.evaluation.sources: there are none to evaluate on")
         metrics = self.evaluator.run(self.model)
         self.state.evaluated(metrics["loss"])
+        self.checkpointer.amend(self.state.step, {"trainer": self.state.to_json()})  # which was saved before
         self.call("on_evaluate", metrics)
         return metrics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,30 @@ def test_what_a_stop_left_is_exported_when_training_goes_on(
     with pytest.raises(ResumableError):
         make_trainer(config, callbacks=[Watch(stop_after=5)]).train()
     assert started == ["step_2", "step_4"]
-    (tmp_path / "output" / "hf" / "step_4").mkdir(parents=True)  # this one came to its end
     started.clear()
     trainer = make_trainer(config)
     trainer.train()
     assert any(isinstance(callback, ExportCallback) for callback in trainer.callbacks)
-    assert started == ["step_2", "step_6"]
+    assert started == ["step_2", "step_4", "step_6"]  # the exporter leaves alone what came to its end
+
+
+def test_a_finished_training_leaves_its_export_alone(
+    tmp_path: Path, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, sources, save_hf_weights=True, hf_save_steps=4)
+    make_trainer(config).train()
+    exports = tmp_path / "output" / "hf"
+    times = {path: path.stat().st_mtime_ns for path in exports.rglob("*")}
+    assert {path.name for path in exports.iterdir()} == {"step_4", "step_4.log", "step_7", "step_7.log"}
+    caplog.clear()
+    with monkeypatch.context() as patched, caplog.at_level("INFO", "omniloom.train"):
+        patched.setattr("sys.executable", "/bin/false")
+        make_trainer(config).train()
+    assert "nothing is left to train" in caplog.text
+    for step in ("step_4", "step_7"):
+        assert caplog.text.count(f"{exports / step}: is exported already") == 1
+    assert {path: path.stat().st_mtime_ns for path in exports.rglob("*")} == times
+    shutil.rmtree(exports / "step_7")  # the export had failed
+    make_trainer(config).train()
+    assert (exports / "step_7" / "omniloom_conversion.json").is_file()
+    assert (exports / "step_4").stat().st_mtime_ns == times[exports / "step_4"]

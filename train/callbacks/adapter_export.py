@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from schemas.errors import OmniloomError
 from train.callbacks.base import Callback
 from train.export import HF_FOLDER
-from train.lora.write import AdapterWriter, trained_tensors, write_adapter
+from train.lora.write import AdapterWriter, is_written, trained_tensors, write_adapter
 
 if TYPE_CHECKING:
     from train.step import StepResult
@@ -29,10 +32,13 @@ class AdapterExportCallback(Callback):
         self._last: int | None = None
         self._faults: list[OmniloomError] = []
 
+    def on_resume(self, trainer: BaseTrainer) -> None:
+        """A kill may have come between the save of this step and its export; a step of another run is not exported."""
+        if trainer.resume_from is not None and trainer.resume_from.absolute().parent == self.folder.absolute().parent:
+            self._export_if_due(trainer)
+
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
-        every = trainer.args.train.checkpoint.hf_save_steps
-        if every and trainer.state.step % every == 0:
-            self.export(trainer)
+        self._export_if_due(trainer)
 
     def on_train_end(self, trainer: BaseTrainer) -> None:
         if trainer.args.train.checkpoint.save_hf_weights and self._last != trainer.state.step:
@@ -40,8 +46,15 @@ class AdapterExportCallback(Callback):
         if self._faults:
             raise self._faults[0]
 
+    def _export_if_due(self, trainer: BaseTrainer) -> None:
+        every = trainer.args.train.checkpoint.hf_save_steps
+        if every and trainer.state.step % every == 0:
+            self.export(trainer)
+
     def export(self, trainer: BaseTrainer) -> None:
-        """Of the step that was taken last; a collective call. What cannot be written is told at the end of training."""
+        """Of the step that was taken last, unless it is there; a collective call. What cannot be written is told at the
+        end of training."""
+        trainer.call("on_before_save")
         self._last = trainer.state.step
         trained = trained_tensors(trainer.model, keep=self.rank == 0)
         if self.rank != 0:
@@ -51,10 +64,17 @@ class AdapterExportCallback(Callback):
         writer = AdapterWriter(trainer.model, str(base), trainer.lora.config.lora_dropout)
         name = f"step_{trainer.state.step}"
         try:
-            write_adapter(self.folder / name, writer.tensors(trained), writer.settings())
-            log.info("%s: the adapter is exported", self.folder / name)
+            _write(self.folder / name, writer.tensors(trained), writer.settings())
             if self.per_expert:
-                write_adapter(self.folder / PER_EXPERT / name, *writer.per_expert(trained))
+                _write(self.folder / PER_EXPERT / name, *writer.per_expert(trained))
         except OmniloomError as error:
             log.warning("%s", error)
             self._faults.append(error)
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+    if is_written(folder, tensors, settings):
+        log.info("%s: the adapter is exported already", folder)
+        return
+    write_adapter(folder, tensors, settings)
+    log.info("%s: the adapter is exported", folder)

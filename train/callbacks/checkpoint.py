@@ -13,18 +13,22 @@ if TYPE_CHECKING:
 
 
 class CheckpointCallback(Callback):
-    """`trainer.save` does it; a step that is saved twice is written once."""
+    """`trainer.save` does it, also for epochs at the end of their last step, before what comes behind it can fail; a
+    step that is saved twice is written once."""
+
+    def __init__(self) -> None:
+        self._epochs = 0  # complete before this step
+
+    def on_train_begin(self, trainer: BaseTrainer) -> None:
+        self._epochs = trainer.state.epoch
 
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
-        config = trainer.args.train.checkpoint
+        config, state = trainer.args.train.checkpoint, trainer.state
+        epoch_ended, self._epochs = state.epoch > self._epochs, state.epoch
         exported = config.hf_save_steps if trainer.lora is None else 0  # adapters are exported as they are
-        due = any(every and trainer.state.step % every == 0 for every in (config.save_steps, exported))
+        due = any(every and state.step % every == 0 for every in (config.save_steps, exported))
+        due = due or bool(epoch_ended and config.save_epochs and state.epoch % config.save_epochs == 0)
         if due and not trainer.should_stop:  # a stop saves by itself
-            trainer.save()
-
-    def on_epoch_end(self, trainer: BaseTrainer) -> None:
-        every = trainer.args.train.checkpoint.save_epochs
-        if every and trainer.state.epoch % every == 0 and not trainer.should_stop:
             trainer.save()
 
     def on_train_end(self, trainer: BaseTrainer) -> None:

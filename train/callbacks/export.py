@@ -45,10 +45,10 @@ class ExportCallback(Callback):
             self.exporter.stop()
 
     def _start_left(self, trainer: BaseTrainer, exporter: Exporter) -> None:
-        """Checkpoints whose export a stop or a kill came before."""
+        """Checkpoints whose export a stop or a kill came before; the exporter knows those that were exported."""
         for saved in saved_steps(trainer.checkpointer.output_dir):
             due = saved.step % trainer.args.train.checkpoint.hf_save_steps == 0
-            if due and saved.step <= trainer.state.step and not (exporter.folder / saved.path.name).exists():
+            if due and saved.step <= trainer.state.step:
                 exporter.start(saved.path)
 
     def _start_committed(self, trainer: BaseTrainer, exporter: Exporter) -> None:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
-    """Stopping, garbage, progress, metrics, source loss, MoE load, finite gradients, evaluation, checkpoint, export,
-    profiler, memory, of a trainer that has all but these; a collective call. Evaluation comes before saving, so that a
-    checkpoint knows its result."""
+    """Stopping, garbage, progress, metrics, source loss, MoE load, finite gradients, checkpoint, evaluation, export,
+    profiler, memory, of a trainer that has all but these; a collective call. Evaluation comes after saving, so that a
+    step is safe if it fails; its result is added to the checkpoint."""
     config, mesh = trainer.args.train, trainer.mesh
     rank, world_size, first = mesh.rank, mesh.world_size, mesh.rank == 0
     checkpointer = trainer.checkpointer
@@ -59,9 +59,9 @@ def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
         source_loss,
         moe_load,
         FiniteCallback(config.logging.log_steps),
+        CheckpointCallback(),
         EvaluationCallback(),
         MetricsEnd(metrics),
-        CheckpointCallback(),
         ExportCallback(exporter)
         if trainer.lora is None
         else AdapterExportCallback(output_dir, rank=rank, per_expert=config.checkpoint.lora_per_expert),

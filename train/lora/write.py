@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -155,6 +157,25 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise OmniloomError(f"{folder}: the adapter could not be written: {error}") from error
+
+
+def is_written(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> bool:
+    """Whether a folder holds the adapter of exactly these values, bit by bit."""
+    try:
+        if json.loads((folder / CONFIG_FILE).read_text()) != json.loads(json.dumps(settings)):
+            return False
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            if set(file.keys()) != set(tensors):
+                return False
+            return all(_same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+    except (OSError, ValueError, SafetensorError):  # missing or damaged
+        return False
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _pair(trained: Mapping[str, Tensor], path: str) -> Factors:

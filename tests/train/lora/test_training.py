@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,56 @@ def _course(config: OmniConfig, stop: bool) -> list[float]:
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "output" / "hf" / f"step_{STOP_AFTER}" / "adapter_model.safetensors")
+
+
+def _times(folder: Path) -> dict[str, int]:
+    files = [path for path in (folder / "output" / "hf").rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
+
+
+def test_adapters_that_are_there_are_left_alone(
+    tmp_path: Path, sources: list[dict[str, Any]], base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"save_hf_weights": True, "hf_save_steps": 2, "save_steps": 2, "lora_per_expert": True}
+    config = config_of(tmp_path, sources, base, checkpoint=keys)
+    make_trainer(config).train()
+    before, last = _times(tmp_path), tmp_path / "output" / "hf" / f"step_{STEPS}"
+    assert len(before) == 2 * 2 * 2  # steps, forms, files
+    with caplog.at_level("INFO", "omniloom.train"):
+        make_trainer(config).train()
+    assert _times(tmp_path) == before
+    assert f"{last}: the adapter is exported already" in caplog.text
+
+    weights = (last / "adapter_model.safetensors").read_bytes()
+    damages: list[Callable[[], object]] = [
+        lambda: shutil.rmtree(last),
+        lambda: (last / "adapter_config.json").unlink(),
+        lambda: (last / "adapter_model.safetensors").write_bytes(weights[:-1]),
+        lambda: (last / "adapter_model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1])),
+        lambda: shutil.copytree(last.with_name("step_2"), last, dirs_exist_ok=True),  # of another step
+    ]
+    for damage in damages:
+        damage()
+        make_trainer(config).train()
+        assert (last / "adapter_model.safetensors").read_bytes() == weights
+        assert (last / "adapter_config.json").is_file()
+        changed = {name for name, time in _times(tmp_path).items() if before.get(name) != time}
+        assert changed and all(name.startswith(f"output/hf/step_{STEPS}/") for name in changed)
+
+
+def test_an_adapter_that_a_kill_came_before_is_exported(
+    tmp_path: Path, sources: list[dict[str, Any]], base: Path
+) -> None:
+    keys = {"hf_save_steps": STOP_AFTER, "save_steps": STOP_AFTER}
+    config = config_of(tmp_path, sources, base, checkpoint=keys)
+    stopped(config)
+    wanted = exported(tmp_path)
+    shutil.rmtree(tmp_path / "output" / "hf")
+    make_trainer(config).train()
+    assert all(torch.equal(exported(tmp_path)[name], value) for name, value in wanted.items())
+    begun_elsewhere = keys | {"load_path": str(tmp_path / "output" / f"step_{STOP_AFTER}")}
+    make_trainer(config_of(tmp_path / "next", sources, base, checkpoint=begun_elsewhere)).train()
+    assert not (tmp_path / "next" / "output" / "hf" / f"step_{STOP_AFTER}").exists()
 
 
 @pytest.mark.slow
