@@ -209,9 +209,9 @@ def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
 
 def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int, ep: int = 1) -> int:
     """Bytes of the text model's: of blocks that are computed again the input, and what attention, its projections and
-    the MLP made where it is kept, and all of one block; of others everything; and the logits of a chunk with their gradient.
-    Those of the towers are counted as if their tokens were the text model's. ep: ranks that divide the experts; where
-    they gather rows, buffers are those of the rows of all."""
+    the MLP made where it is kept, and all of one block; of others everything; and the logits of a chunk with their
+    gradient. Those of the towers are counted as if their tokens were the text model's. ep: ranks that divide the
+    experts; where they gather rows, buffers are those of the rows of all."""
     config = model.config.get_text_config()
     row = config.hidden_size * itemsize
     rows, layers = tokens * train.micro_batch_size, config.num_hidden_layers

@@ -152,8 +152,8 @@ def test_frozen_parts(thinker: FoundationModel, assets: ProcessorAssets, name: s
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_adapters_around_a_kept_projection(dropout: float) -> None:
-    """The sum of the base and what the adapter adds is kept: one product is computed again for each of four projections,
-    and not three."""
+    """The sum of the base and what the adapter adds is kept: one product is computed again for each of four
+    projections, and not three."""
     model, _ = adapted("moe", lora_modules=DENSE, lora_dropout=dropout)
     parts = [torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (11, 6)]
     inputs, found = text_inputs(parts, parts), {}
