@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.train.tiny import omni_config, write_data
 from train.callbacks.base import Callback
 from train.callbacks.finite import FiniteCallback
 from train.callbacks.metrics import MetricsCallback
+from train.config import OmniConfig
 from train.host_copy import HostCopy
 from train.metric_writers import read_metrics
 from train.step_times import StepTimes, clock_of
@@ -80,6 +82,16 @@ def test_pauses_that_it_does(device: torch.device) -> None:
     assert 0.4 < span.seconds() < 0.7
 
 
+def config_of(folder: Path, **train: Any) -> OmniConfig:
+    """Of a model whose sizes the fastest kernels take."""
+    config = omni_config(folder, write_data(folder / "data"), accelerator={}, **train)
+    file = folder / "model/config.json"
+    values = json.loads(file.read_text())
+    values["text_config"]["moe_intermediate_size"], values["audio_config"]["d_model"] = 24, 48
+    file.write_text(json.dumps(values))
+    return config
+
+
 class Watch(Callback):
     """Which lines of the trainer wait for the device in whole steps after the first ones, and how long steps take by
     the host's clock. Comes last."""
@@ -107,13 +119,7 @@ class Watch(Callback):
 
 
 def test_a_line_for_every_step_without_waiting(tmp_path: Path) -> None:
-    config = omni_config(
-        tmp_path,
-        write_data(tmp_path / "data"),
-        max_steps=STEPS,
-        accelerator={},
-        logging={"log_steps": 1, "plots": False},
-    )
+    config = config_of(tmp_path, max_steps=STEPS, logging={"log_steps": 1, "plots": False})
     watch = Watch()
     trainer = make_trainer(config, callbacks=[watch])
     trainer.train()
@@ -135,7 +141,7 @@ class Poison(Callback):
 
 
 def test_gradients_that_are_no_numbers_end_it_a_step_later(tmp_path: Path) -> None:
-    config = omni_config(tmp_path, write_data(tmp_path / "data"), max_steps=8, accelerator={})
+    config = config_of(tmp_path, max_steps=8)
     trainer = make_trainer(config, callbacks=[Poison()])
     with pytest.raises(OmniloomError, match="step 3: the norm of the gradients is nan"):
         trainer.train()
