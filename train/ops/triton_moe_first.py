@@ -35,25 +35,20 @@ class GateUp:
 
     def products(self, routing: Routing, z_rows: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """(low [M, 2R], the first z_rows of z [M, 2I], h [M, I])."""
-        low, rows = self._rows(routing)
-        return low, *gate_up_products(rows, self.gate_up, routing, low is None, z_rows, low, self.gate_b, self.up_b)
+        if self.low_a is None:
+            return None, *gate_up_products(self.x, self.gate_up, routing, True, z_rows)
+        rows = spread(self.x, routing)  # once, for both products
+        low = row_products(rows, self.low_a, routing, transposed=True)
+        return low, *gate_up_products(rows, self.gate_up, routing, False, z_rows, low, self.gate_b, self.up_b)
 
-    def rest(self, routing: Routing, found: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(low, z) where the first rows of z are there."""
-        low, rows = (None, self.x) if self.low_a is None else self._rows(routing)
+    def whole(self, routing: Routing, low: Tensor | None, found: Tensor) -> Tensor:
+        """z of whose rows the first are there."""
         if len(found) == routing.rows:
-            return low, found
+            return found
         z = found.new_empty(routing.rows, found.shape[1])
         z[: len(found)] = found
-        rest_of_gate_up(z, len(found), rows, self.gate_up, routing, low is None, low, self.gate_b, self.up_b)
-        return low, z
-
-    def _rows(self, routing: Routing) -> tuple[Tensor | None, Tensor]:
-        """(low, what the products are of)."""
-        if self.low_a is None:
-            return None, self.x
-        rows = spread(self.x, routing)
-        return row_products(rows, self.low_a, routing, transposed=True), rows
+        rest_of_gate_up(z, len(found), self.x, self.gate_up, routing, low, self.gate_b, self.up_b)
+        return z
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,16 +79,15 @@ def first_half(given: GateUp, recording: Recording | None, share: float, *, keep
         # what is saved in the first run is dropped, and has to have the shape of what is in the second
         saved = z if recording.again else z.new_empty(()).expand(routing.rows, z.shape[1])
         made.append(FirstHalf(routing, low, saved, h))
-        return z, *routing.tensors
+        return z, low, *routing.tensors
 
-    z, *routed = recording.results("mlp", compute)
+    z, low, *routed = recording.results("mlp", compute)
     if made:
         return made[0]
     assert z is not None
     # the order of rows is kept with them, whatever the router chooses in the second run
     routing = Routing.of(routed, given.expert_ids.shape[1], *alignment(given.x))
-    low, z = given.rest(routing, z)
-    return FirstHalf(routing, low, z, None)
+    return FirstHalf(routing, low, given.whole(routing, low, z), None)
 
 
 def kept_rows(routing: Routing, share: float) -> int:

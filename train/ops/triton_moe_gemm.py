@@ -65,11 +65,11 @@ def gate_up_products(
 
 
 def rest_of_gate_up(
-    z: Tensor, first: int, x: Tensor, gate_up: Tensor, routing: Routing, gather: bool, low: Tensor | None = None,
+    z: Tensor, first: int, x: Tensor, gate_up: Tensor, routing: Routing, low: Tensor | None = None,
     gate_b: Tensor | None = None, up_b: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Stores z [M, 2I] from row `first` on; see `gate_up_products`."""
-    _gate_up(z, None, x, gate_up, routing, gather, low, gate_b, up_b, first)
+    """Stores z [M, 2I] of tokens x [T, H] from row `first` on; see `gate_up_products`."""
+    _gate_up(z, None, x, gate_up, routing, True, low, gate_b, up_b, first)
 
 
 def _gate_up(
