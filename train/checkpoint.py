@@ -11,9 +11,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -43,7 +41,8 @@ from train.checkpoint_io import (
     state_bytes,
     write_tensors,
 )
-from train.checkpoint_layout import begin, commit, find_step, rng_file, step_folder, tidy
+from train.checkpoint_layout import begin, find_step, rng_file, step_folder, tidy
+from train.checkpoint_save import Save, rank_progress
 from train.checkpoint_state import (
     model_tensors,
     optimizer_record,
@@ -53,11 +52,8 @@ from train.checkpoint_state import (
 )
 from train.config import CheckpointConfig
 from train.lora.plan import check_record
-from train.progress import progress
 from train.rng import load_rng, rng_bytes, write_rng
 
-POLL_S = 0.2
-MEGABYTE = 10**6
 OWN = (
     "version",
     "family",
@@ -69,31 +65,6 @@ OWN = (
 )  # keys of state.json that are not the caller's
 
 log = logging.getLogger("omniloom.train")
-
-
-@dataclass
-class _Save:
-    """A save that is under way. nbytes: of all tensors over all ranks; late: what came to the caller's state after it
-    began; named: the checkpoint is complete, under its name."""
-
-    step: int
-    temporary: Path
-    nbytes: int
-    thread: threading.Thread | None = None
-    error: BaseException | None = None
-    late: Mapping[str, Any] = field(default_factory=dict)
-    named: bool = False
-    began: float = field(default_factory=time.monotonic)
-
-    def written(self) -> int:
-        """Bytes that are on disk, of the ranks that share this file system."""
-        sizes = 0
-        for path in self.temporary.glob("*.distcp"):
-            try:
-                sizes += path.stat().st_size
-            except FileNotFoundError:  # renamed just now
-                return self.nbytes
-        return sizes
 
 
 class Checkpointer:
@@ -130,11 +101,10 @@ class Checkpointer:
             group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s)))
         self._group, self._ranks = group, Agreement(rank, world_size, group)
         self._stager: StateDictStager | None = None
-        self._running: _Save | None = None
+        self._running: Save | None = None
         self._saved: Path | None = None  # the newest checkpoint of this run, or the one it goes on from
         self._committed: list[Path] = []
         self._reading: set[Path] = set()
-        self._naming = threading.Lock()
 
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, final: bool = False
@@ -157,7 +127,7 @@ class Checkpointer:
         asynchronous = self.config.save_async and not final
         if asynchronous:
             tensors = self._stage(tensors)
-        save = _Save(step, temporary, nbytes)
+        save = Save(step, temporary, nbytes)
         save.thread = threading.Thread(
             target=self._write, args=(save, tensors, record, rng_bytes()), name=f"save-step-{step}", daemon=True
         )
@@ -173,29 +143,21 @@ class Checkpointer:
         the background has those of the group: rank 0 writes, and warns when it cannot."""
         if self.rank != 0:
             return
-        with self._naming:
-            save, path = self._running, step_folder(self.output_dir, step)
-            running = save is not None and save.step == step
-            if save is not None and running and not save.named:
-                save.late = {**save.late, **state}
-            elif running or path == self._saved:
-                try:
-                    amend_state(path, state)
-                except (OSError, OmniloomError) as error:
-                    log.warning("%s: what came after the save could not be added: %s", path, error)
+        save, path = self._running, step_folder(self.output_dir, step)
+        try:
+            if save is not None and save.step == step:
+                save.amend(state)
+            elif path == self._saved:
+                amend_state(path, state)
+        except (OSError, OmniloomError) as error:
+            log.warning("%s: what came after the save could not be added: %s", path, error)
 
     def wait(self) -> None:
         """Until nothing is being saved, with progress on rank 0. Raises the error of the save."""
         save = self._running
-        if save is None or save.thread is None:
+        if save is None:
             return
-        with _rank_progress(self.rank, f"saving step {save.step}", save.nbytes) as advance:
-            said = 0
-            while save.thread.is_alive():
-                save.thread.join(POLL_S)  # in short waits, so that signals are handled
-                now = min(save.written(), save.nbytes) if self.rank == 0 else 0
-                advance(max(now - said, 0))
-                said = max(now, said)
+        save.wait(self.rank)
         self._running = None
         if save.error is not None:
             raise save.error
@@ -204,7 +166,7 @@ class Checkpointer:
     def status(self) -> str | None:
         """`saving step 100: 120.4 of 402.1 GB`, None when nothing is being saved."""
         save = self._running
-        if save is None or save.thread is None or not save.thread.is_alive():
+        if save is None or not save.running:
             return None
         return f"saving step {save.step}: {save.written() / 1e9:.1f} of {save.nbytes / 1e9:.1f} GB"
 
@@ -248,7 +210,7 @@ class Checkpointer:
             notes = self._ranks.on_all(restored)
             for note in notes if self.rank == 0 else []:
                 log.warning("%s", note)
-        with _rank_progress(self.rank, f"loading {path.name}", local_bytes(tensors)) as advance:
+        with rank_progress(self.rank, f"loading {path.name}", local_bytes(tensors)) as advance:
             read_tensors(index, tensors, self._group, advance)
         if record["world_size"] == self.world_size:
             self._ranks.on_all(partial(load_rng, rng_file(path, self.rank)))
@@ -293,7 +255,7 @@ class Checkpointer:
             torch.cuda.synchronize(self.device)
         return staged
 
-    def _write(self, save: _Save, tensors: Mapping[str, Tensor], record: bytes, rng: bytes) -> None:
+    def _write(self, save: Save, tensors: Mapping[str, Tensor], record: bytes, rng: bytes) -> None:
         """The thread of a save."""
         try:
             if self.device.type == "cuda":
@@ -309,13 +271,13 @@ class Checkpointer:
             if self.rank == 0:
                 shutil.rmtree(save.temporary, ignore_errors=True)
 
-    def _write_small(self, save: _Save, record: bytes, rng: bytes) -> None:
+    def _write_small(self, save: Save, record: bytes, rng: bytes) -> None:
         write_rng(rng_file(save.temporary, self.rank), rng)
         if self.rank == 0:
             for name, content in {**self.files, STATE_FILE: record}.items():
                 write_atomic(save.temporary / name, content)
 
-    def _commit(self, save: _Save) -> None:
+    def _commit(self, save: Save) -> None:
         """On rank 0, when all ranks have written."""
         missing = [rank for rank in range(self.world_size) if not rng_file(save.temporary, rank).is_file()]
         if missing:
@@ -323,11 +285,7 @@ class Checkpointer:
                 f"{save.temporary}: the files of ranks {missing[:5]} are not visible here; "
                 "train.checkpoint.output_dir must be a folder that all nodes share"
             )
-        with self._naming:
-            if save.late:
-                amend_state(save.temporary, save.late)
-            final = commit(save.temporary, save.step)
-            save.named = True
+        final = save.appear()
         seconds = time.monotonic() - save.began
         log.info("%s: %.2f GB saved in %.1f s", final, save.nbytes / 1e9, seconds)
         try:
@@ -350,23 +308,6 @@ class Checkpointer:
                 f"{path}: holds pickled objects, which are never loaded: {some(index.objects)}; it was not saved here"
             )
         return record, index
-
-
-@contextmanager
-def _rank_progress(rank: int, title: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """Progress in megabytes on rank 0, told bytes; nothing elsewhere."""
-    if rank != 0:
-        yield lambda count: None
-        return
-    with progress(title, nbytes // MEGABYTE, "MB") as advance:
-        done = 0
-
-        def told(count: int) -> None:
-            nonlocal done
-            before, done = done // MEGABYTE, done + count
-            advance(done // MEGABYTE - before)
-
-        yield told
 
 
 def _text(path: Path | None) -> str | None:
