@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 from tests.train.metric_steps import step_result
 from train.callbacks.base import Callback
 from train.config import CheckpointConfig, EvaluationConfig
@@ -22,6 +24,7 @@ class Trainer:
         self.args = SimpleNamespace(train=SimpleNamespace(**train), model_dump=lambda mode: {"seed": 1})
         self.state, self.callbacks, self.should_stop = TrainerState(), list(callbacks), False
         self.train_dataloader, self.lora = SimpleNamespace(dead=[]), None
+        self.mesh = SimpleNamespace(device=torch.device("cpu"))
         self.did: list[str] = []
         self.said: list[str] = []
         self.committed: list[Path] = []

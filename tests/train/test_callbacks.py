@@ -118,7 +118,8 @@ def test_plain_lines_say_where_it_is(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, [progress, metrics(tmp_path, writers=[progress])])
     trainer.train(3)
     trainer.call("on_evaluate", {"loss": 1.25})
-    first, last = text.getvalue().splitlines()[:2]
+    begun, first, last = text.getvalue().splitlines()[:3]
+    assert begun == "step 1 of 3 begins; the first step also starts the loader"
     assert first.startswith("step 1 of 3, loss 3.0000, grad norm 2, ") and "tokens/s/GPU, data wait" in first
     assert first.endswith("left, saving step 2: 1.0 of 4.0 GB") and last.startswith("step 3 of 3, loss 3.0000")
     assert summary({"eval/loss": 1.25, "epoch": 0}) == "eval/loss 1.2500"
@@ -140,6 +141,7 @@ def test_a_bar_is_taken_away_at_the_end(tmp_path: Path, ends: bool) -> None:
     trainer.call("on_evaluate", {"loss": 1.25})
     trainer.step()
     trainer.call("on_train_end") if ends else trainer.fail(RuntimeError())
+    assert "0/2" in text.getvalue() and "the first step also starts" in text.getvalue()
     assert "2/2" in text.getvalue() and "loss 3.0000" in text.getvalue() and "eval/loss 1.2500" in text.getvalue()
     assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h")  # the cursor is back
 

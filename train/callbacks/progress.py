@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from train.trainer import BaseTrainer
 
 LINE_EVERY_S = 10.0
+# said before the first step, which may take a minute or two
+FIRST_STEP = "the first step also starts the loader"
+FIRST_STEP_ON_GPU = f"{FIRST_STEP} and compiles kernels that this machine has not used yet"
 
 
 class ProgressCallback(Callback):
@@ -38,10 +41,13 @@ class ProgressCallback(Callback):
 
     def on_train_begin(self, trainer: BaseTrainer) -> None:
         self._began, self._start = time.monotonic(), trainer.state.step
+        self._said = FIRST_STEP_ON_GPU if trainer.mesh.device.type == "cuda" else FIRST_STEP
+        if self._start < self.total and not self.console.is_terminal:
+            self.console.print(f"step {self._start + 1:,} of {self.total:,} begins; {self._said}", soft_wrap=True)
         if self.console.is_terminal:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, TextColumn("{task.fields[said]}"), console=self.console)
-            self._task = self._bar.add_task("training", total=self.total, completed=self._start, said="")
+            self._task = self._bar.add_task("training", total=self.total, completed=self._start, said=self._said)
             self._bar.start()
 
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
