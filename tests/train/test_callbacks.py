@@ -273,6 +273,15 @@ def test_running_out_of_memory_is_recognised_and_a_cpu_has_nothing_to_record(tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_record_of_memory_does_not_look_where_it_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There an error may be on its way, which torch 2.11 then forgets."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
+    trainer = Trainer(tmp_path, [MemoryCallback(tmp_path, torch.device("cuda"))])
+    trainer.train(1)
+    assert [options.get("context", "all") for options in asked[:1]] == ["alloc"] and asked[-1] == {"enabled": None}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_collections_leave_out_what_was_there(tmp_path: Path, fails: bool) -> None:
     assert gc.get_freeze_count() == 0

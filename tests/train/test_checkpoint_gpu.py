@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from train.callbacks.memory import MemoryCallback
 from train.checkpoint import Checkpointer
@@ -67,6 +68,32 @@ def test_what_held_the_memory_is_written(tmp_path: Path) -> None:
     callback.on_exception(trainer, found.value)
     assert held.numel() and (tmp_path / "memory" / "rank_0.pickle").stat().st_size > 1000
     assert "pytorch.org/memory_viz" in cast(Any, found.value).__notes__[0]
+
+
+class Ends(torch.autograd.Function):
+    """Saves last of all in its block, so that the second run is ended from inside of it, where tensors are freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.sin(), x.cos())
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        sine, cosine = ctx.saved_tensors
+        return gradient * (sine + cosine)
+
+
+def test_the_record_of_memory_and_a_second_run_of_a_block(tmp_path: Path) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    callback, trainer = MemoryCallback(tmp_path, device), cast(BaseTrainer, None)
+    callback.on_train_begin(trainer)
+    try:
+        x = torch.randn(1000, device=device, requires_grad=True)
+        checkpoint(Ends.apply, x, use_reentrant=False).sum().backward()
+    finally:
+        callback.on_train_end(trainer)
+    assert x.grad is not None and torch.allclose(x.grad, x.detach().sin() + x.detach().cos())
 
 
 def test_memory_and_peak() -> None:

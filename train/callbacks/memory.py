@@ -30,7 +30,9 @@ class MemoryCallback(Callback):
 
     def on_train_begin(self, trainer: BaseTrainer) -> None:
         if self.enable:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
+            # not where memory is freed: looking for the stack there clears an error that is on its way through C++ in
+            # torch 2.11, such as the one by which gradient checkpointing ends the second run of a block
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MAX_ENTRIES)
 
     def on_train_end(self, trainer: BaseTrainer) -> None:
         self._forget()
