@@ -227,6 +227,7 @@ def report_of(
         "source": conversion.source,
         "base": conversion.base.folder.resolve().name if conversion.base else None,
         "fingerprint": out.fingerprint,
+        "source_fingerprint": conversion.reader.fingerprint,
         "files": {name: out.finished[name]["size"] for name in weights.sizes},
         "small_files": {name: digest(content) for name, content in sorted(small_files.items())},
         "tensors_made": len(conversion.recipes),

@@ -26,6 +26,9 @@ JOURNAL = "journal.jsonl"
 REPORT = "omniloom_conversion.json"
 
 
+OTHER_INPUTS = "it was made of other inputs or with other options"  # see `OutputDirectory.difference`
+
+
 class OutputDirectory:
     """`check` -> `open` -> write files with `temporary` and `finish` -> `commit`; `discard` when the conversion cannot
     succeed.
@@ -108,7 +111,7 @@ class OutputDirectory:
         except (ConfigError, LookupError, TypeError, ValueError):
             return f"its {REPORT} is damaged"
         if report.get("fingerprint") != self.fingerprint:
-            return "it was made of other inputs or with other options"
+            return OTHER_INPUTS
         for name in (*sizes, *digests):
             path = self.path / name
             if not path.is_file():
@@ -120,6 +123,11 @@ class OutputDirectory:
             if name in sizes and state.st_mtime_ns != time:
                 return f"its {name} was written to later, or copied without its time (see `verify`)"
         return None
+
+    def source_fingerprint(self) -> str | None:
+        """Of what the finished output was made of, apart from its base; None where its record does not say."""
+        found = read_object(self.path / REPORT).get("source_fingerprint")
+        return found if isinstance(found, str) else None
 
     def other_begun(self) -> bool:
         """Whether an unfinished conversion of other inputs or options is in the way, which `open` without resume throws

@@ -114,7 +114,7 @@ def commit(temporary: Path, step: int) -> Path:
     record = {"step": step, "number": number, "time": datetime.now(UTC).isoformat(timespec="seconds")}
     write_atomic(temporary / COMPLETE_FILE, json.dumps(record).encode())
     if final.exists():  # of a course that was abandoned, or of another run in the same folder
-        _remove(final)
+        _hide(final)  # `tidy` removes it, which may take long
     temporary.rename(final)
     (final / OWNER_FILE).unlink()
     sync_directory(output_dir)
@@ -139,9 +139,13 @@ def tidy(output_dir: Path, keep_last: int, keep: Collection[Path] = ()) -> None:
 
 def _remove(path: Path) -> None:
     """First out of sight, so that a kill in the middle leaves no half of a checkpoint under its name."""
+    shutil.rmtree(_hide(path), ignore_errors=True)
+
+
+def _hide(path: Path) -> Path:
     doomed = path.with_name(f"{path.name}.old-{secrets.token_hex(4)}")
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
 def _complete(path: Path) -> SavedStep | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ WORKSPACE = 1 << 30  # bytes of CUDA context, NCCL and libraries
 ACTIVATIONS_OF_A_BLOCK = 16  # of its input's size, that a block keeps without checkpointing (Korthikanti et al. 2022)
 OFFLOAD_WINDOW = 2 + 1  # inputs of blocks on the GPU that are on their way to or from the CPU
 LOSS_CHUNK = 1 << 28  # bytes of logits at a time
+EXPERT_PADDING = 63  # rows at most behind those of each expert, which begin at multiples of 64 on Hopper
+GATHERED_ROOM = 1.125  # for the rows of a rank's experts, over those where all experts get alike
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,8 @@ def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int,
     rows, layers = tokens * train.micro_batch_size, config.num_hidden_layers
     top_k = getattr(config, "num_experts_per_tok", 0)
     experts = top_k * 3 * getattr(config, "moe_intermediate_size", 0) * itemsize
-    if ep > 1 and gathers(train.accelerator.expert_dispatch, ep, top_k, rows):
+    gathered = ep > 1 and gathers(train.accelerator.expert_dispatch, ep, top_k, rows)
+    if gathered:
         experts = ep * (experts + row)
     block = rows * (ACTIVATIONS_OF_A_BLOCK * row + experts)
     again = train.gradient_checkpointing
@@ -231,17 +235,27 @@ def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int,
         kept += heads * (head_dim * itemsize + FLOAT32)  # the output, and a number of each softmax
     if again.keep in ("projections", "mlp"):
         kept += ((heads + pairs) * head_dim + config.hidden_size) * itemsize
+    mlp = 0.0
     if again.keep == "mlp":
-        kept += 2 * (top_k * config.moe_intermediate_size if top_k else config.intermediate_size) * itemsize
+        mlp = _kept_of_mlp(config, rows, ep, gathered=gathered) * itemsize
     computed = round(layers * again.share)
     offload = train.accelerator.offload_config
     inputs = rows * row * computed
     if offload.enable_activation:
         inputs = min(inputs, int(offload.activation_gpu_limit * 1e9) + OFFLOAD_WINDOW * rows * row)
-    results = rows * kept * computed
+    results = int((rows * kept + mlp) * computed)
     if again.keep_gb is not None:
         results = min(results, int(again.keep_gb * 1e9))
     return inputs + results + block * (1 + layers - computed) + 2 * LOSS_CHUNK
+
+
+def _kept_of_mlp(config: Any, rows: int, ep: int, *, gathered: bool) -> float:
+    """Elements that a layer keeps of what its activation is of, gate and up."""
+    top_k = getattr(config, "num_experts_per_tok", 0)
+    if not top_k:
+        return 2.0 * rows * config.intermediate_size
+    choices = rows * top_k * (GATHERED_ROOM if gathered else 1)
+    return 2 * (choices + config.num_experts // ep * EXPERT_PADDING) * config.moe_intermediate_size
 
 
 def _reduced(model: nn.Module, blocks: list[tuple[str, nn.Module]], ep: int, left: Collection[int]) -> int:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from convert.assemble import open_base
 from convert.job import Options, planned, run
+from convert.output import OTHER_INPUTS
 from convert.progress import Meter, shown, stoppable
 from convert.system_errors import stated
 from convert.tables.hub import FAMILIES
@@ -133,18 +134,23 @@ class Exporter:
         return f"omniloom convert dcp-to-hf {checkpoint} {self.folder / checkpoint.name}{base}"
 
     def _is_there(self, checkpoint: Path) -> bool:
-        """Whether this very export is there and whole, as its record says: of this checkpoint as it is, with this base.
-        Takes its name from anything else."""
+        """Whether this very export is there and whole, as its record says: of this checkpoint as it is, with this base;
+        or one that is not to be made again. Takes its name from anything else."""
         output = self.folder / checkpoint.name
         if not output.is_dir() or not any(output.iterdir()):
             return False
         try:
             with stated():
-                _, out = planned(dcp_to_hf_conversion(checkpoint, self.base), output, Options(WORKERS))
+                conversion = dcp_to_hf_conversion(checkpoint, self.base)
+                _, out = planned(conversion, output, Options(WORKERS))
                 reason = out.difference()
                 if reason is None:
                     self.done.append(output)
                     log.info("%s: is exported already", output)
+                    return True
+                if reason == OTHER_INPUTS and out.source_fingerprint() == conversion.reader.fingerprint:
+                    # perhaps of the same base with other times, as one has that is downloaded at each start
+                    log.warning("%s: was made with another base; rename it, and it is made anew", output)
                     return True
                 if output.is_symlink():  # where it leads is another's
                     return False

@@ -30,11 +30,12 @@ class MetricWriter(Protocol):
 
 
 def open_writers(
-    output_dir: Path, logging: LoggingConfig, start_step: int, config: Mapping[str, Any]
+    output_dir: Path, logging: LoggingConfig, start_step: int, config: Mapping[str, Any], *, evaluated: bool = True
 ) -> list[MetricWriter]:
-    """Of rank 0. start_step: after which training goes on; what an earlier run wrote of later steps is taken back.
-    config: of the run, noted in Weights & Biases. ConfigError when a package is missing."""
-    writers: list[MetricWriter] = [JsonlWriter(output_dir / METRICS_FILE, start_step)]
+    """Of rank 0. start_step: after which training goes on; what an earlier run wrote of later steps is taken back, and
+    the evaluation of this one unless it was `evaluated`, for then it comes again. config: of the run, noted in Weights
+    & Biases. ConfigError when a package is missing."""
+    writers: list[MetricWriter] = [JsonlWriter(output_dir / METRICS_FILE, start_step, evaluated=evaluated)]
     if logging.tensorboard:
         writers.append(TensorBoardWriter(output_dir / "tensorboard", start_step))
     if logging.wandb.enable:
@@ -54,11 +55,11 @@ class JsonlWriter:
     """One JSON object per line, on disk as soon as it is written. A number that JSON does not have is a text: "nan",
     "inf", "-inf"."""
 
-    def __init__(self, path: Path, start_step: int) -> None:
+    def __init__(self, path: Path, start_step: int, *, evaluated: bool = True) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _take_back(path, start_step)
+            _take_back(path, start_step, evaluated=evaluated)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -123,8 +124,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-def _take_back(path: Path, start_step: int) -> None:
-    """A new training puts an earlier one's file aside; one that goes on drops the lines of steps it takes again."""
+def _take_back(path: Path, start_step: int, *, evaluated: bool) -> None:
+    """A new training puts an earlier one's file aside; one that goes on drops the lines of steps it takes again, and of
+    an evaluation it makes again."""
     lines = read_metrics(path)
     if start_step == 0 and lines:
         number = 1
@@ -132,8 +134,13 @@ def _take_back(path: Path, start_step: int) -> None:
             number += 1
         path.rename(aside)
         return
-    kept = [line for line in lines if line["step"] <= start_step]
+    again = set[int]() if evaluated else {start_step}
+    kept = [line for line in lines if line["step"] <= start_step and not (line["step"] in again and _evaluates(line))]
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+
+def _evaluates(line: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in line)
 
 
 def _finite(value: Any) -> Any:

@@ -144,8 +144,9 @@ class BaseTrainer(TrainerParts):
             raise ConfigError("train.evaluation.sources: there are none to evaluate on")
         metrics = self.evaluator.run(self.model)
         self.state.evaluated(metrics["loss"])
-        self.checkpointer.amend(self.state.step, {"trainer": self.state.to_json()})  # which was saved before
         self.call("on_evaluate", metrics)
+        # of the checkpoint that was saved before: last, so that a kill leaves nothing out that it says was done
+        self.checkpointer.amend(self.state.step, {"trainer": self.state.to_json()})
         return metrics
 
     def _step(self, batches: StepBatches) -> None:

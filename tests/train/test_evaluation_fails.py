@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from tests import dist as processes
 from tests.train.test_trainer import Watch
 from tests.train.tiny import omni_config, write_data
 from train.callbacks.base import Callback
+from train.checkpoint import Checkpointer
 from train.checkpoint_io import StepWriter
 from train.checkpoint_layout import saved_steps
 from train.config import OmniConfig
 from train.evaluation import Evaluator
+from train.metric_writers import JsonlWriter, read_metrics
 from train.state import TrainerState
 from train.trainer import BaseTrainer, make_trainer
 
@@ -90,6 +92,36 @@ def wait_for(happens: Callable[[], bool]) -> None:
     while not happens():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("between", ["before its line", "behind its line"])
+def test_every_evaluation_has_one_line(
+    tmp_path: Path, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    """Also where the training ends between the line and the note in the checkpoint, or before both."""
+    config = config_of(tmp_path, sources, 2, save_steps=2, save_async=False)
+    write, amend = JsonlWriter.write, Checkpointer.amend
+
+    def ends_before(writer: JsonlWriter, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == 2 and "eval/loss" in metrics:
+            raise RuntimeError("no evaluation today")
+        write(writer, step, metrics)
+
+    def ends_behind(checkpointer: Checkpointer, step: int, state: Mapping[str, Any]) -> None:
+        if step == 2:
+            raise RuntimeError("no evaluation today")
+        amend(checkpointer, step, state)
+
+    with monkeypatch.context() as patched:
+        if between == "before its line":
+            patched.setattr(JsonlWriter, "write", ends_before)
+        else:
+            patched.setattr(Checkpointer, "amend", ends_behind)
+        failing_course(config)
+    course(config)
+    lines = read_metrics(tmp_path / "output" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval/loss" in line] == [2, 4]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
 
 
 DUE: dict[str, dict[str, Any]] = {

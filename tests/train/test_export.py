@@ -218,7 +218,6 @@ def rewrite(path: Path) -> None:
 
 OTHER: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "the checkpoint was saved anew": (lambda base, output: trained(base, output, 1), "it was made of other inputs"),
-    "another base": (lambda base, output: rewrite(base / "model.safetensors"), "it was made of other inputs"),
     "a file is gone": (lambda base, output: (output / "hf/step_1/config.json").unlink(), "its config.json is missing"),
     "a file was changed": (lambda base, output: rewrite(output / "hf/step_1/model.safetensors"), "written to later"),
     "its record is damaged": (lambda base, output: (output / "hf/step_1" / REPORT).write_text("{"), "is damaged"),
@@ -244,6 +243,19 @@ def test_another_export_is_moved_aside(
     again = Exporter(output, base)
     again.start(output / "step_1")
     assert again.poll() is None and again.done == [output / "hf" / "step_1"]
+
+
+def test_another_base_is_told(whole: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be the same one, downloaded again at each start: no copy of the export for each."""
+    base, output = copied(whole, tmp_path)
+    os.utime(base / "model.safetensors", (1, 1))
+    before = contents(output / "hf" / "step_1")
+    exporter = Exporter(output, base)
+    exporter.start(output / "step_1")
+    assert exporter.poll() is None and exporter.done == []
+    assert "step_1: was made with another base; rename it, and it is made anew" in caplog.text
+    assert contents(output / "hf" / "step_1") == before
+    assert [path.name for path in (output / "hf").iterdir() if path.is_dir()] == ["step_1"]
 
 
 def test_what_is_in_the_way_is_told(whole: tuple[Path, Path], tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ class MetricsCallback(Callback):
         self.meter.times.start()
         if self._first:
             config = trainer.args.model_dump(mode="json")
-            self.writers += open_writers(self.output_dir, self.config, trainer.state.step, config)
+            state = trainer.state
+            evaluated = state.evaluated_step == state.step
+            self.writers += open_writers(self.output_dir, self.config, state.step, config, evaluated=evaluated)
 
     def on_step_begin(self, trainer: BaseTrainer) -> None:
         self.meter.times.begin_step()

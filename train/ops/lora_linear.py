@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -27,6 +28,10 @@ def lora_linear(
     product of the second run, all but a's.
     """
     recording = None if kind is None else recording_of(kind)
+    if torch.is_autocast_enabled(x.device.type):  # as a linear layer of torch would
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, a, b = (t.to(dtype) for t in (x, weight, a, b))
+        bias, dropped = (None if t is None else t.to(dtype) for t in (bias, dropped))
     out: Tensor = _LoraLinear.apply(recording, kind, scale, x, dropped, weight, bias, a, b)
     return out
 

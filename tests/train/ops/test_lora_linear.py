@@ -100,6 +100,17 @@ def test_the_sum_is_rounded_once() -> None:
     assert lora_linear(x, weight, None, a, b, 1.5).item() == 258.0
 
 
+def test_autocast_casts_as_it_does_for_a_linear_layer() -> None:
+    given = [t.requires_grad_() for t in tensors((5,))]
+    x, dropped, weight, bias, a, b = given
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ours(x, dropped, weight, bias, a, b)
+        wanted = plainly(x, dropped, weight, bias, a, b)
+    assert found.dtype == wanted.dtype == torch.bfloat16 and relative_error(found, wanted) < 1e-2
+    found.sum().backward()
+    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in given)
+
+
 def test_second_derivatives_are_refused() -> None:
     x, _, weight, bias, a, b = (t.requires_grad_() for t in tensors((5,)))
     out = ours(x, None, weight, bias, a, b)
