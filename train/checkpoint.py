@@ -41,7 +41,7 @@ from train.checkpoint_io import (
     state_bytes,
     write_tensors,
 )
-from train.checkpoint_layout import begin, find_step, rng_file, step_folder, tidy
+from train.checkpoint_layout import begin, end_commit, find_step, rng_file, step_folder, tidy
 from train.checkpoint_save import Save, rank_progress
 from train.checkpoint_state import (
     model_tensors,
@@ -187,6 +187,10 @@ class Checkpointer:
         """The checkpoint that `load_path` means, the same on every rank; None to start anew. See `find_step`."""
         found: str | None = self._ranks.on_first(lambda: _text(find_step(self.output_dir, self.config.load_path)))
         return None if found is None else Path(found)
+
+    def mend(self) -> None:
+        """Ends what a kill left undone when a checkpoint had just taken its name. For the run that the folder is of."""
+        self._ranks.on_first(partial(end_commit, self.output_dir))
 
     def check(self, path: Path) -> None:
         """What can be told of a checkpoint before the model has memory: its family and adapters. Raises as `load`."""

@@ -122,6 +122,17 @@ def commit(temporary: Path, step: int) -> Path:
     return final
 
 
+def end_commit(output_dir: Path) -> None:
+    """What a kill right after a checkpoint took its name left undone: LATEST names the newest, which is nobody's."""
+    steps = saved_steps(output_dir)
+    if not steps:
+        return
+    (steps[-1].path / OWNER_FILE).unlink(missing_ok=True)
+    latest, name = output_dir / LATEST_FILE, steps[-1].path.name.encode()
+    if not latest.is_file() or latest.read_bytes() != name:
+        write_atomic(latest, name)
+
+
 def tidy(output_dir: Path, keep_last: int, keep: Collection[Path] = ()) -> None:
     """Removes complete checkpoints but the newest `keep_last` (0 = none is removed), and what dead runs left.
 

@@ -79,6 +79,7 @@ class BaseTrainer(TrainerParts):
         if self.resume_from is None:
             return
         saved = self.checkpointer.load(self.resume_from, self.model, self.optimizer)
+        self.checkpointer.mend()
         try:
             self.state = TrainerState.from_json(saved["trainer"])
             self.train_dataloader.load_state_dict(saved["data"])

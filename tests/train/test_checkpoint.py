@@ -198,6 +198,19 @@ def test_a_save_that_fails_leaves_nothing_and_is_told(tmp_path: Path, monkeypatc
     assert checkpointer(tmp_path).find() == tmp_path / "step_3"
 
 
+def test_what_a_kill_left_undone_is_ended(copy: Path) -> None:
+    """Between the rename of a checkpoint and what follows it."""
+    newest = saved_steps(copy)[-1].path
+    (copy / "LATEST").write_text("step_1")
+    (newest / "OWNER").write_text("{}")
+    checkpointer(copy).mend()
+    assert (copy / "LATEST").read_text() == newest.name and not (newest / "OWNER").exists()
+    before = (copy / "LATEST").stat().st_mtime_ns
+    checkpointer(copy).mend()
+    assert (copy / "LATEST").stat().st_mtime_ns == before
+    checkpointer(copy / "nothing").mend()
+
+
 def test_how_far_a_save_is_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, write = threading.Event(), StepWriter.write_data
 
