@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -198,6 +199,11 @@ def failure(what: str, error: Exception) -> Claim:
     return Claim(f"{what}: runs to its end", 0, "", "does", False, said)
 
 
+def _leave(*_: object) -> NoReturn:
+    """Ends the ranks, too, which are in sessions of their own."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 def run_parts(arguments: argparse.Namespace) -> int:
     """The exit code: 0 when all claims hold. arguments: of `jobs.bench.headline`."""
     wanted = arguments.only or list(PARTS)
@@ -206,6 +212,7 @@ def run_parts(arguments: argparse.Namespace) -> int:
         print(f"jobs.bench.headline needs {needed} CUDA devices; --quick tries it on CPUs", file=sys.stderr)
         return 2
     bench = Bench(arguments)
+    signal.signal(signal.SIGTERM, _leave)
     for name in wanted:
         began = time.monotonic()
         print(f"{name}: begins", flush=True)
