@@ -8,7 +8,7 @@ from __future__ import annotations
 
 METRICS: dict[str, tuple[str, str]] = {
     "step": ("steps", "optimizer steps since the beginning of the training"),
-    "epoch": ("epochs", "the epoch of the step"),
+    "epoch": ("epochs", "passes over the data that are complete"),
     "time": ("UTC", "when the line was written"),
     "loss": ("nats per token", "mean over all labelled tokens; of `grpo` the objective, without unit"),
     "loss/": ("nats per token", "the same, of the samples of one source"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,9 +161,7 @@ def checkpoint_policy(
                 "again; set train.gradient_checkpointing.enable to true"
             )
         return None
-    needed = {"inputs": [], "mlp": ["attention", "moe_experts"] if sparse else ["attention"]}
-    for op in needed.get(config.keep, ["attention"]):
-        _check_recorded(config.keep, op, getattr(ops, op).name)
+    check_keeping(config, {op: getattr(ops, op).name for op in ("attention", "moe_experts")}, sparse=sparse)
     context_fn = keeping(config.keep, None if config.keep_gb is None else int(config.keep_gb * 1e9))
     carry = ActivationOffload(int(offload.activation_gpu_limit * 1e9)) if offload.enable_activation else None
     towers = {"vision": config.vision_share, "audio": config.audio_share}
@@ -171,8 +169,16 @@ def checkpoint_policy(
     return CheckpointPolicy(context_fn, config.share, shares, carry=carry)
 
 
+def check_keeping(config: GradientCheckpointingConfig, chosen: Mapping[str, str], *, sparse: bool) -> None:
+    """ConfigError where results of the chosen backends cannot be kept. chosen: operation -> backend; sparse: whether
+    the model has experts."""
+    if not config.enable or config.keep == "inputs":
+        return
+    for op in ["attention", "moe_experts"] if config.keep == "mlp" and sparse else ["attention"]:
+        _check_recorded(config.keep, op, chosen[op])
+
+
 def _check_recorded(keep: str, op: str, chosen: str) -> None:
-    """ConfigError where the results of the chosen backend cannot be kept."""
     known = OPS[op]
     able = [name for name in known.by_rank() if known.backends[name].recorded]
     if chosen not in able:

@@ -37,6 +37,7 @@ from train.model_build import (
     ModelFiles,
     add_hearing,
     build_model,
+    check_keeping,
     choose_ops,
     family_of,
     master_dtype,
@@ -46,6 +47,7 @@ from train.model_build import (
 )
 from train.models.freeze import freeze
 from train.models.loading import open_weights
+from train.models.moe import Experts
 from train.objective import check_references
 from train.ops.registry import OPS, Device, resolve
 from train.optim.groups import decay_note, learning_rates, parameter_groups
@@ -143,14 +145,18 @@ def _check_outputs(config: OmniConfig, model: AnyModel | None, found: Findings) 
 
 def _check_ops(config: OmniConfig, found: Findings) -> None:
     """The choices for the GPU of this machine, or for a Hopper one with the packages that are installed here."""
-    here = torch.cuda.is_available()
-    device = Device("cuda", torch.cuda.get_device_capability() if here else GPU_CAPABILITY)
-    dtype = config.train.accelerator.fsdp_config.mixed_precision.compute_dtype
-    chosen = resolve(config.model.ops_implementation.model_dump(), device, dtype)
+    here, chosen = torch.cuda.is_available(), _backends(config)
     # operations may share a key
     keys = {OPS[op].key.removesuffix("_implementation"): name for op, name in chosen.items()}
     said = ", ".join(f"{key} {name}" for key, name in keys.items())
     found.add("operations on this GPU" if here else "operations on a Hopper GPU", said)
+
+
+def _backends(config: OmniConfig) -> dict[str, str]:
+    """Operation -> backend, on such a GPU."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else GPU_CAPABILITY
+    dtype = config.train.accelerator.fsdp_config.mixed_precision.compute_dtype
+    return resolve(config.model.ops_implementation.model_dump(), Device("cuda", capability), dtype)
 
 
 def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -> AnyModel | None:
@@ -166,6 +172,9 @@ def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -
             if (beside := getattr(model, "frozen_audio", None)) is not None:
                 found.add("audio tower", f"frozen, beside the model, {size_text(beside.nbytes)}")
         train = config.train
+        with found.check():
+            sparse = any(isinstance(module, Experts) for module in model.modules())
+            check_keeping(train.gradient_checkpointing, _backends(config), sparse=sparse)
         frozen = freeze(model, vit=train.freeze_vit, audio_tower=train.freeze_audio_tower, modules=train.freeze_modules)
         lora = plan_lora(model, config.model, train, frozen)
         if lora is not None:

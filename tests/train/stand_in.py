@@ -23,7 +23,7 @@ class Trainer:
         train = {"checkpoint": CheckpointConfig(output_dir=str(folder)), "evaluation": EvaluationConfig(), **sections}
         self.args = SimpleNamespace(train=SimpleNamespace(**train), model_dump=lambda mode: {"seed": 1})
         self.state, self.callbacks, self.should_stop = TrainerState(), list(callbacks), False
-        self.train_dataloader, self.lora = SimpleNamespace(dead=[]), None
+        self.train_dataloader, self.lora = SimpleNamespace(dead=[], total_steps=lambda: 1000), None
         self.mesh = SimpleNamespace(device=torch.device("cpu"))
         self.did: list[str] = []
         self.said: list[str] = []

@@ -87,6 +87,18 @@ def test_a_failure_at_the_end_loses_no_step(
     assert course(config)[0].evaluated == []  # it is known now
 
 
+def test_at_the_last_step_the_save_comes_first_whatever_else_is_due(
+    tmp_path: Path, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a multiple of the steps between evaluations, and not of those between saves."""
+    config = config_of(tmp_path, sources, every=2)
+    fails = [False, True]
+    run = Evaluator.run
+    monkeypatch.setattr(Evaluator, "run", lambda *given: fail(*given) if fails.pop(0) else run(*given))
+    assert len(failing_course(config).losses) == STEPS
+    assert steps_of(tmp_path) == [STEPS] and fails == []
+
+
 def wait_for(happens: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not happens():

@@ -54,6 +54,23 @@ def test_the_optimizer_is_checked(config: OmniConfig) -> None:
     assert facts["optimizer"].endswith("parameters fp32, averages fp32")
 
 
+@pytest.mark.parametrize(
+    ("keep", "names", "said"),
+    [
+        ("attention", {"attn_implementation": "flex_attention"}, "attn_implementation flex_attention cannot be kept"),
+        ("mlp", {"moe_implementation": "grouped_mm"}, "moe_implementation grouped_mm cannot be kept"),
+    ],
+)
+def test_what_blocks_cannot_keep_is_told(config: OmniConfig, keep: str, names: dict[str, str], said: str) -> None:
+    values = config.model_dump()
+    values["train"]["gradient_checkpointing"] |= {"keep": keep}
+    values["model"]["ops_implementation"] |= {"attn_implementation": "sdpa", **names}
+    (fault,) = validate_config(OmniConfig.model_validate(values), 2, data=False).faults
+    assert said in str(fault)
+    values["train"]["gradient_checkpointing"]["enable"] = False
+    assert validate_config(OmniConfig.model_validate(values), 2, data=False).faults == []
+
+
 def test_every_fault_is_told_not_only_the_first(config: OmniConfig) -> None:
     wrong = changed(config, freeze_modules=["nothing.of.it"], accelerator={"dp_replicate_size": 3})
     found = validate_config(wrong, 4)

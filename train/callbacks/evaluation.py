@@ -30,5 +30,6 @@ class EvaluationCallback(Callback):
 
     def _evaluate_if_due(self, trainer: BaseTrainer) -> None:
         every = trainer.args.train.evaluation.steps
-        if every and trainer.state.step % every == 0:
+        ended = trainer.state.step >= trainer.train_dataloader.total_steps()  # `on_train_end` does it, behind the save
+        if every and trainer.state.step % every == 0 and not ended:
             trainer.evaluate()
