@@ -22,6 +22,7 @@ from train.mesh import Degrees
 from train.model_build import AnyModel, read_dtype
 from train.models.moe import Experts
 from train.models.spec import fsdp_units
+from train.ops.expert_backward import ROOM
 from train.optim.build import STATE_DTYPES
 from train.optim.groups import names_without_decay
 from train.optim.muon_parameters import muon_names
@@ -33,7 +34,6 @@ ACTIVATIONS_OF_A_BLOCK = 16  # of its input's size, that a block keeps without c
 OFFLOAD_WINDOW = 2 + 1  # inputs of blocks on the GPU that are on their way to or from the CPU
 LOSS_CHUNK = 1 << 28  # bytes of logits at a time
 EXPERT_PADDING = 63  # rows at most behind those of each expert, which begin at multiples of 64 on Hopper
-GATHERED_ROOM = 1.125  # for the rows of a rank's experts, over those where all experts get alike
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _kept_of_mlp(config: Any, rows: int, ep: int, *, gathered: bool) -> float:
     top_k = getattr(config, "num_experts_per_tok", 0)
     if not top_k:
         return 2.0 * rows * config.intermediate_size
-    choices = rows * top_k * (GATHERED_ROOM if gathered else 1)
+    choices = rows * top_k * (ROOM if gathered else 1)
     return 2 * (choices + config.num_experts // ep * EXPERT_PADDING) * config.moe_intermediate_size
 
 

@@ -54,7 +54,7 @@ from train.model_build import (
 )
 from train.models.flops import MicroBatch, ModelFlops
 from train.models.freeze import freeze
-from train.models.moe import Experts
+from train.models.moe import has_experts
 from train.models.spec import ModelSpec
 from train.objective import GrpoObjective, check_references, with_rollouts
 from train.ops.registry import Ops
@@ -152,9 +152,8 @@ class TrainerParts:
         self.flops = self.count_flops()
         self.add_adapters()
         train = self.args.train
-        sparse = any(isinstance(module, Experts) for module in self.model.modules())
-        offload = train.accelerator.offload_config
-        policy = checkpoint_policy(train.gradient_checkpointing, self.ops, offload, sparse=sparse)
+        again, offload = train.gradient_checkpointing, train.accelerator.offload_config
+        policy = checkpoint_policy(again, self.ops, offload, sparse=has_experts(self.model))
         set_gradient_checkpointing(self.model, policy)
 
     def freeze(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ from train.model_build import (
 )
 from train.models.freeze import freeze
 from train.models.loading import open_weights
-from train.models.moe import Experts
+from train.models.moe import has_experts
 from train.objective import check_references
 from train.ops.registry import OPS, Device, resolve
 from train.optim.groups import decay_note, learning_rates, parameter_groups
@@ -173,8 +173,7 @@ def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -
                 found.add("audio tower", f"frozen, beside the model, {size_text(beside.nbytes)}")
         train = config.train
         with found.check():
-            sparse = any(isinstance(module, Experts) for module in model.modules())
-            check_keeping(train.gradient_checkpointing, _backends(config), sparse=sparse)
+            check_keeping(train.gradient_checkpointing, _backends(config), sparse=has_experts(model))
         frozen = freeze(model, vit=train.freeze_vit, audio_tower=train.freeze_audio_tower, modules=train.freeze_modules)
         lora = plan_lora(model, config.model, train, frozen)
         if lora is not None:

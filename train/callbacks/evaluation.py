@@ -30,6 +30,7 @@ class EvaluationCallback(Callback):
 
     def _evaluate_if_due(self, trainer: BaseTrainer) -> None:
         every = trainer.args.train.evaluation.steps
-        ended = trainer.state.step >= trainer.train_dataloader.total_steps()  # `on_train_end` does it, behind the save
-        if every and trainer.state.step % every == 0 and not ended:
+        if not every or trainer.state.step % every:
+            return
+        if trainer.state.step < trainer.train_dataloader.total_steps():  # else `on_train_end` does it, behind the save
             trainer.evaluate()

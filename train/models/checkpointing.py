@@ -45,56 +45,43 @@ class CheckpointPolicy:
         return run(block, *inputs) if self.carry is None else self.carry(run, block, *inputs)
 
 
-def keep_attention() -> ContextPair:
-    """A `context_fn`: results of attention are kept, so that attention is not computed again."""
-    return Recording({"attention"}).contexts()
-
-
-def keep_projections() -> ContextPair:
-    """A `context_fn`: results of attention and of the `Projection`s around it are kept."""
-    return Recording({"attention", "projection"}).contexts()
-
-
-def keep_mlp() -> ContextPair:
-    """A `context_fn`: the same, and what the activation of the text model's MLPs, dense or of experts, is of."""
-    return Recording({"attention", "projection", "mlp"}).contexts()
-
-
 @dataclass(frozen=True)
-class KeepWithin:
-    """A `context_fn`: results of these kinds are kept while all that are kept take at most `limit` bytes; what does not
-    fit is computed again. first: of blocks that come first, see `Room`."""
+class Keep:
+    """A `context_fn`: results of these kinds are kept while all that are kept take at most `limit` bytes, None = there
+    is enough; what does not fit is computed again. first: of blocks that come first, see `Room`."""
 
     kinds: frozenset[Kind]
-    limit: int
-    room: Room = field(compare=False)
+    limit: int | None = None
+    room: Room = field(default_factory=Room, compare=False)
     first: bool = True
+
+    @classmethod
+    def within(cls, kinds: frozenset[Kind], limit: int) -> Keep:
+        """At most so many bytes."""
+        return cls(kinds, limit, Room(limit))
 
     def __call__(self) -> ContextPair:
         return Recording(self.kinds, self.room, first=self.first).contexts()
 
 
-# by the name that the configuration has for it
-KEEPING: dict[str, tuple[Callable[[], ContextPair], frozenset[Kind]]] = {
-    "inputs": (noop_context_fn, frozenset()),
-    "attention": (keep_attention, frozenset({"attention"})),
-    "projections": (keep_projections, frozenset({"attention", "projection"})),
-    "mlp": (keep_mlp, frozenset({"attention", "projection", "mlp"})),
-}
+keep_attention = Keep(frozenset({"attention"}))
+keep_projections = Keep(frozenset({"attention", "projection"}))  # of the `Projection`s around it
+keep_mlp = Keep(frozenset({"attention", "projection", "mlp"}))  # of the text model, dense or of experts
+# by the name that the configuration has for it; inputs: nothing else
+KEEPING = {"attention": keep_attention, "projections": keep_projections, "mlp": keep_mlp}
 
 
 def keeping(name: str, limit: int | None = None) -> Callable[[], ContextPair]:
     """The `context_fn` of a name in the configuration. limit: bytes of what is kept; None = all of it."""
-    context_fn, kinds = KEEPING[name]
-    return context_fn if limit is None or not kinds else KeepWithin(kinds, limit, Room(limit))
+    found = KEEPING.get(name)
+    if found is None:
+        return noop_context_fn
+    return found if limit is None else Keep.within(found.kinds, limit)
 
 
 def keeps(policy: CheckpointPolicy, kind: Kind) -> bool:
     """Whether results of that kind are among what blocks keep."""
-    found = policy.context_fn
-    if isinstance(found, KeepWithin):
-        return kind in found.kinds
-    return any(found is context_fn and kind in kinds for context_fn, kinds in KEEPING.values())
+    return isinstance(policy.context_fn, Keep) and kind in policy.context_fn.kinds
 
 
 class Projection(nn.Linear):
@@ -145,7 +132,7 @@ def set_checkpointing(model: nn.Module, policy: CheckpointPolicy | None) -> None
 
 def _of_stack(policy: CheckpointPolicy, stack: BlockStack, stacks: Sequence[BlockStack]) -> CheckpointPolicy:
     found = policy.context_fn
-    if isinstance(found, KeepWithin):
+    if isinstance(found, Keep):
         # its attention over whole documents costs more than that of towers
         text = [other for other in stacks if other.part == "text"]
         again = any(_share(policy, other) and _blocks(other) for other in text)

@@ -80,6 +80,11 @@ class SparseMLP(nn.Module):
         return self.experts(rows, ids, weights), counts, prob_sums
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether any layer has."""
+    return any(isinstance(module, Experts) for module in model.modules())
+
+
 def as_it_is(x: Tensor) -> Tensor:
     """Rows that need not go anywhere."""
     return x

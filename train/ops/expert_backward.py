@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+ROOM = 1.125  # of rows that blocks keep room for, over those that experts get where all get alike
+
 
 def nothing_yet() -> tuple[None, None]:
     """Gradients are to be returned."""

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from train.ops.expert_backward import ROOM
 from train.ops.recorded import Recording, Results
 from train.ops.triton_moe_gemm import alignment, gate_up_products, rest_of_gate_up, row_products
 from train.ops.triton_moe_routing import Routing, build_routing
 from train.ops.triton_moe_rows import spread
-
-SLACK = 1.125  # of what is kept, over the rows that experts get where all get alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,5 +93,5 @@ def kept_rows(routing: Routing, share: float) -> int:
     """How many there is memory for between the runs. The host does not know how many there are: of a share of all
     choices, a few more than where all experts get alike; what is beyond is computed again."""
     padding = routing.num_experts * (routing.align - 1)
-    wanted = math.ceil(routing.row_of_slot.numel() * share * SLACK) + padding
+    wanted = math.ceil(routing.row_of_slot.numel() * share * ROOM) + padding
     return routing.rows if share >= 1 else min(routing.rows, wanted)

@@ -38,7 +38,6 @@ def gate_up_kernel(
     """z[row] = [gate | up] of x[token of row], h = silu(gate) * up.
 
     z: [z_rows, 2I], rows beyond are not stored. REST: rows before `first` are there already, and h is not asked for.
-
     x: [T, H] by pointer when GATHER, else rows [M, H] by descriptor; gate_up: descriptor of [2E, I, H], so that one
     load brings the gate's and the up projection's part of a tile and one product serves both. With RANK: low: rows
     [M, 2R], gate's first; gate_b, up_b: [E or 1, I, R].
@@ -83,9 +82,7 @@ def gate_up_kernel(
             up = dot(tl.load(at + RANK, mask=valid, other=0.0), tl.load(up_b + place, mask=wide, other=0.0).T, up)
         if STORE_Z:
             columns = column + tl.arange(0, BN)
-            wanted = rows < tl.minimum(limit, z_rows)
-            if REST:
-                wanted &= rows >= first
+            wanted = (rows >= first) & (rows < tl.minimum(limit, z_rows))
             mask = wanted[:, None] & (columns < I)[None, :]
             at = z + rows.to(tl.int64)[:, None] * (2 * I) + columns[None, :]
             tl.store(at, gate.to(z.dtype.element_ty), mask=mask)

@@ -49,6 +49,7 @@ class Routing:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """Of which, with k, block and align, `of` makes the same routing."""
         return tuple(getattr(self, name) for name in TENSORS)
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy as Keep
+from torch.utils.checkpoint import CheckpointPolicy as Choice
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from schemas.errors import ConfigError
@@ -26,7 +26,7 @@ from train.models.audio import AudioBlock
 from train.models.checkpointing import (
     BlockStack,
     CheckpointPolicy,
-    KeepWithin,
+    Keep,
     keep_attention,
     keep_mlp,
     keep_projections,
@@ -39,7 +39,6 @@ from train.models.moe import Experts
 from train.models.text import TextBlock
 from train.models.vision import VisionBlock
 from train.ops import triton_moe_first
-from train.ops.recorded_room import Room
 from train.ops.registry import Device, bind_ops, eager_ops
 from train.ops.triton_moe import moe_experts
 from train.parallel.offload import ActivationOffload
@@ -58,8 +57,8 @@ def assets() -> ProcessorAssets:
     return media.omni_assets()
 
 
-def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
-    return Keep.MUST_SAVE if op == torch.ops.aten.mm.default else Keep.PREFER_RECOMPUTE
+def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> Choice:
+    return Choice.MUST_SAVE if op == torch.ops.aten.mm.default else Choice.PREFER_RECOMPUTE
 
 
 POLICIES: dict[str, CheckpointPolicy] = {
@@ -248,7 +247,7 @@ def test_policy_of_a_configuration() -> None:
         policy(keep="mlp", sparse=True)
     assert policy(share=0.5, audio_share=0.0) == CheckpointPolicy(share=0.5, shares={"audio": 0.0})
     within = policy(keep="projections", keep_gb=0.5).context_fn
-    assert isinstance(within, KeepWithin) and within.limit == within.room.left == 500_000_000
+    assert isinstance(within, Keep) and within.limit == within.room.left == 500_000_000
     names = ["inputs", "attention", "projections", "mlp"]
     for number, kind in enumerate(("attention", "projection", "mlp"), 1):
         for limit in (None, 0.5):
@@ -313,11 +312,11 @@ def test_shares_of_towers() -> None:
 @pytest.mark.parametrize(("shares", "first"), [({}, {"text"}), ({"text": 0.0}, {"text", "vision", "audio"})])
 def test_towers_come_first_where_the_text_model_keeps_everything(shares: dict[str, float], first: set[str]) -> None:
     model = make_ours("omni")
-    set_checkpointing(model, CheckpointPolicy(KeepWithin(frozenset({"attention"}), 10, Room(10)), shares=shares))
+    set_checkpointing(model, CheckpointPolicy(Keep.within(frozenset({"attention"}), 10), shares=shares))
     found = {}
     for stack in model.modules():
         if isinstance(stack, BlockStack):
             assert isinstance(stack.run_block, CheckpointPolicy)
-            assert isinstance(stack.run_block.context_fn, KeepWithin)
+            assert isinstance(stack.run_block.context_fn, Keep)
             found[stack.part] = stack.run_block.context_fn.first
     assert {part for part, comes_first in found.items() if comes_first} == first
