@@ -133,6 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
         code = AFTER_CTRL_C
     except Exception as error:  # noqa: BLE001 - the outermost frame: every error ends here as one line and an exit code
         code = _report(error)
+    if code == AFTER_CTRL_C:  # typer, too, has this code for it, without a word
+        typer.echo("error: ended by Ctrl-C", err=True)
     sys.exit(code)
 
 

@@ -8,6 +8,7 @@ name; arguments and results are pickled. The first failure's traceback is raised
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -17,9 +18,11 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 240.0
+STACKS_S = 5.0  # so long before the time is up every rank writes down where it stands
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "train.trainer", "tests.train.parallel.steps")
 
 
@@ -44,20 +47,22 @@ def run(
             pipes.append(here)
             processes.append(process)
         try:
-            return _collect(pipes, time.monotonic() + timeout_s)
+            return _collect(pipes, time.monotonic() + timeout_s, folder)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(pipes: list[Connection], deadline: float, folder: str) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {id(pipe): rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = wait([pipes[rank] for rank in waiting.values()], max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"ranks {sorted(waiting.values())} have not ended; they wait for one another")
+            late = sorted(waiting.values())
+            stacks = "".join(f"\nrank {rank}:\n{_read(os.path.join(folder, f'store.stacks{rank}'))}" for rank in late)
+            raise TimeoutError(f"ranks {late} have not ended. Where they were:{stacks}")
         for rank in [waiting[id(pipe)] for pipe in ready]:
             try:
                 error, results[rank] = pickle.loads(pipes[rank].recv_bytes())
@@ -66,6 +71,10 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             if error is not None:
                 raise AssertionError(f"rank {rank}:\n{error}")
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text() if os.path.exists(path) else "nothing was written: the rank had not begun"
 
 
 def _one(
@@ -83,6 +92,8 @@ def _one(
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
+    stacks = open(f"{store}.stacks{rank}", "w")  # noqa: SIM115  # open until the process ends
+    faulthandler.dump_traceback_later(max(timeout_s - STACKS_S, 0.1), file=stacks)
     try:
         if "nccl" in backend:
             torch.cuda.set_device(rank)

@@ -234,15 +234,17 @@ def check_family(path: Path, record: Mapping[str, Any], family: str) -> None:
 
 def check_tensors(path: Path, ours: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], prefix: str) -> None:
     """Names, shapes and dtypes of the model must be those of the checkpoint."""
+    advice = "model.model_path or model.config_path must name the model that was saved, or output_dir another run"
     theirs = {name: tensor.info for name, tensor in stored.items() if name.startswith(prefix)}
     if missing := set(ours) - set(theirs):
-        raise ConfigError(f"{path}: lacks {len(missing)} tensors of the model: {some(missing)}")
+        raise ConfigError(f"{path}: lacks {len(missing)} tensors of the model: {some(missing)}; {advice}")
     if extra := set(theirs) - set(ours):
-        raise ConfigError(f"{path}: has {len(extra)} tensors that the model does not have: {some(extra)}")
+        raise ConfigError(f"{path}: has {len(extra)} tensors that the model does not have: {some(extra)}; {advice}")
     for name, info in theirs.items():
         shape, dtype = tuple(ours[name].shape), ours[name].dtype
         if (info.shape, info.dtype) != (shape, dtype):
-            raise ConfigError(f"{path}: {name} is {info} in the checkpoint and {TensorInfo(shape, dtype)} in the model")
+            ours_is = TensorInfo(shape, dtype)
+            raise ConfigError(f"{path}: {name} is {info} in the checkpoint and {ours_is} in the model; {advice}")
 
 
 @contextmanager

@@ -96,6 +96,14 @@ def find_step(output_dir: Path, load_path: str | None) -> Path | None:
     return path
 
 
+def way_on(damaged: Path) -> str:
+    """What to do about a checkpoint that cannot be read, for the end of an error."""
+    others = [saved.path for saved in saved_steps(damaged.parent) if saved.path.name != damaged.name]
+    if not others:
+        return "no other checkpoint lies beside it: copy it again if there is a copy, or begin in another output_dir"
+    return f"go on from another, train.checkpoint.load_path={others[-1]}, or move {damaged.name} away"
+
+
 def begin(output_dir: Path, step: int) -> Path:
     """A new temporary folder for a step, with its owner; rank 0 only."""
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,7 @@ class Exporter:
                     return True
                 if output.is_symlink():  # where it leads is another's
                     return False
-                aside = _free_name(output)
+                aside = free_name(output)
                 output.rename(aside)
                 log.warning("%s: %s; it is called %s now, and the export is made anew", output, reason, aside.name)
         except OmniloomError as error:  # of which the export will end, too
@@ -253,7 +253,7 @@ def _kind(code: int) -> type[OmniloomError]:
     return kinds[code] if code in kinds and code != OmniloomError.exit_code else OmniloomError
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
     """step_100 -> step_100.before-1, or a higher number."""
     return next(name for n in count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.before-{n}")))
 

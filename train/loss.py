@@ -18,25 +18,31 @@ from train.models.inputs import IGNORE
 @dataclass(frozen=True, eq=False)
 class StepScale:
     """label_tokens: int64 [], of the whole step on all ranks; loss_scale: float32 [], what each rank multiplies its
-    summed cross-entropy by; aux_scale: factor of the router's auxiliary loss of each micro-step."""
+    summed cross-entropy by; aux_scale: float32 [], factor of the router's auxiliary loss of each micro-step."""
 
     label_tokens: Tensor
     loss_scale: Tensor
-    aux_scale: float
+    aux_scale: Tensor
 
 
 def step_scale(batches: Sequence[Batch], mesh: Mesh) -> StepScale:
     """Of the micro-batches of this rank's step; one collective, and nothing waits for the device.
 
     Gradients are summed over all ranks, so each rank's sum is scaled by 1 / N, N = labelled tokens of the step; the
-    auxiliary loss, whose gradients of all ranks add up to the whole, by 1 / micro-steps. A step without labels has
-    loss 0.
+    auxiliary loss, whose gradients of all ranks add up to the whole, by 1 / M, M = micro-steps in which some rank has
+    more than padding: with padding alone it is 0, which belongs to no mean. A step without labels has loss 0.
     """
-    found = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
+    labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
+    tokens = torch.tensor([batch.length - batch.num_pad for batch in batches])
+    found = torch.cat([labels.reshape(1), _to_device(tokens, labels.device)])
     if mesh.params is not None:
         dist.all_reduce(found)
-    scale = (1 / found.clamp(min=1).double()).float()
-    return StepScale(found, scale, 1 / len(batches))
+    filled = (found[1:] > 0).sum()
+    return StepScale(found[0], _one_over(found[0]), _one_over(filled))
+
+
+def _one_over(count: Tensor) -> Tensor:
+    return count.clamp(min=1).double().reciprocal().float()
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,12 +54,12 @@ class StepResult:
     """Of one step on this rank, before any sum over ranks, but for grad_norm and step_tokens, which are global.
 
     loss_sum: float32 [], losses of all labelled tokens; step_tokens: int64 [], labelled tokens of all ranks, so that
-    the loss is the sum of loss_sum over ranks / step_tokens; aux_loss: float32 [], mean over micro-steps, None without
-    experts; grad_norm: float32 [], before clipping; lr: by group, that the step was taken with; label_tokens, tokens
-    (without padding), samples, padding: of this rank's sequences, which the first rank of a sequence-parallel group
-    counts and the others do not; modality_tokens: text, video, audio, image; source_loss: by source; expert_counts:
-    float32 [MoE layers, E]; flops: of this rank; wait_s: for the loader; step_s: of this function, which does not wait
-    for a GPU; objective_sums: float32 [] each, by name, those of `train.objective`.
+    the loss is the sum of loss_sum over ranks / step_tokens; aux_loss: float32 [], mean over micro-steps with more than
+    padding, None without experts; grad_norm: float32 [], before clipping; lr: by group, that the step was taken with;
+    label_tokens, tokens (without padding), samples, padding: of this rank's sequences, which the first rank of a
+    sequence-parallel group counts and the others do not; modality_tokens: text, video, audio, image; source_loss: by
+    source; expert_counts: float32 [MoE layers, E]; flops: of this rank; wait_s: for the loader; step_s: of this
+    function, which does not wait for a GPU; objective_sums: float32 [] each, by name, those of `train.objective`.
     """
 
     loss_sum: Tensor
@@ -121,7 +121,7 @@ class StepTotals:
 def train_step(parts: StepParts, batches: list[Batch], wait_s: float = 0.0) -> StepResult:
     """The list is emptied on the way, so that each micro-batch is freed right after its backward pass."""
     began = time.monotonic()
-    scale, micro_steps = step_scale(batches, parts.mesh), len(batches)
+    scale = step_scale(batches, parts.mesh)
     totals = StepTotals(torch.zeros((), device=parts.mesh.device))
     lr = parts.scheduler.rates()
     parts.model.train()
@@ -139,7 +139,7 @@ def train_step(parts: StepParts, batches: list[Batch], wait_s: float = 0.0) -> S
     return StepResult(
         loss_sum=totals.loss_sum,
         step_tokens=scale.label_tokens,
-        aux_loss=None if totals.aux_loss is None else totals.aux_loss / micro_steps,
+        aux_loss=None if totals.aux_loss is None else totals.aux_loss * scale.aux_scale,
         grad_norm=norm,
         lr=lr,
         label_tokens=totals.label_tokens,

@@ -14,6 +14,7 @@ from schemas.errors import ConfigError, IncompleteSourceError, StoppedError
 from train.agreement import Agreement
 from train.callbacks.base import Callback
 from train.callbacks.standard import standard_callbacks
+from train.checkpoint_layout import way_on
 from train.config import OmniConfig
 from train.data.loader import StepBatches
 from train.model_build import ModelFiles, towers_of
@@ -78,7 +79,10 @@ class BaseTrainer(TrainerParts):
         """Goes to where the checkpoint was saved."""
         if self.resume_from is None:
             return
-        saved = self.checkpointer.load(self.resume_from, self.model, self.optimizer)
+        try:
+            saved = self.checkpointer.load(self.resume_from, self.model, self.optimizer)
+        except IncompleteSourceError as error:
+            raise IncompleteSourceError(f"{error}; {way_on(self.resume_from)}") from error
         self.checkpointer.mend()
         try:
             self.state = TrainerState.from_json(saved["trainer"])
@@ -87,8 +91,8 @@ class BaseTrainer(TrainerParts):
             self.lr_scheduler.load_state_dict(saved["scheduler"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IncompleteSourceError(
-                f"{self.resume_from / STATE_FILE}: is not what a training wrote ({type(error).__name__}: {error}); go "
-                "on from another checkpoint (train.checkpoint.load_path)"
+                f"{self.resume_from / STATE_FILE}: is not what a training wrote ({type(error).__name__}: {error}); "
+                f"{way_on(self.resume_from)}"
             ) from error
         if change is not None:
             self.say(change)

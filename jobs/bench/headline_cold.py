@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
@@ -164,6 +165,24 @@ class FirstStep(Callback):
         self.done = self.done or time.time()
 
 
+@contextmanager
+def compiling() -> Iterator[list[float]]:
+    """Seconds that each kernel took which Triton compiled meanwhile; those from its cache are left out."""
+    from triton import knobs  # noqa: PLC0415  # heavy, and not everywhere
+
+    seconds: list[float] = []
+
+    def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            seconds.append(times.total / 1e6)
+
+    before, knobs.compilation.listener = knobs.compilation.listener, listen
+    try:
+        yield seconds
+    finally:
+        knobs.compilation.listener = before
+
+
 def first_step(run: Run, started: float, tell: Callable[[Claim], None]) -> None:
     """One step from weights on disk. started: when the processes were launched."""
     options: dict[str, Any] = dict(run.options)
@@ -174,7 +193,8 @@ def first_step(run: Run, started: float, tell: Callable[[Claim], None]) -> None:
     trainer = ColdTrainer(config, callbacks=[watch])
     trainer.build()
     built = time.time()
-    trainer.train()
+    with compiling() as compiled:
+        trainer.train()
     if trainer.mesh.rank:
         return
     size, disk = float(options["bytes"]) / 1e9, float(options["disk"])
@@ -185,6 +205,7 @@ def first_step(run: Run, started: float, tell: Callable[[Claim], None]) -> None:
         ("weights", trainer.loading_s),
         ("waiting for the first batch", watch.began - built),
         ("first step", watch.done - watch.began),
+        (f"of it compiling {len(compiled)} kernels", sum(compiled)),
     ]
     said = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took)
     layers = f"{run.layers} layers, {size:.2f} GB, {run.nproc} ranks"

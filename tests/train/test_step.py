@@ -54,9 +54,21 @@ def test_the_scale_is_one_over_all_labels_of_the_step() -> None:
     batches = [batch(), without_labels(batch()), media.batch_of(media.omni_assets(), [media.text_mix()])]
     labels = sum(int((b.labels != IGNORE).sum()) for b in batches)
     scale = step_scale(batches, Mesh(Degrees(), 0, CPU))
-    assert int(scale.label_tokens) == labels and scale.aux_scale == pytest.approx(1 / 3)
+    assert int(scale.label_tokens) == labels and float(scale.aux_scale) == pytest.approx(1 / 3)
     assert float(scale.loss_scale) == pytest.approx(1 / labels) and scale.loss_scale.dtype == torch.float32
     assert float(step_scale(batches[1:2], Mesh(Degrees(), 0, CPU)).loss_scale) == 1.0
+
+
+def test_a_micro_batch_of_padding_alone_is_no_part_of_the_routers_loss() -> None:
+    filled = [batch(), media.batch_of(media.omni_assets(), [media.text_mix()])]
+    results = []
+    for batches in (filled, [*filled, media.empty_batch()]):
+        parts = make_parts({}, meta_model(0.5))
+        result = train_step(parts, batches)
+        assert result.aux_loss is not None
+        results.append((float(result.aux_loss), float(result.grad_norm)))
+    assert results[1] == pytest.approx(results[0], rel=1e-6) and results[0][0] > 1
+    assert float(step_scale([media.empty_batch()], Mesh(Degrees(), 0, CPU)).aux_scale) == 1.0
 
 
 def test_a_step_counts_what_it_trained_on() -> None:

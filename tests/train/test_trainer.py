@@ -145,6 +145,29 @@ def test_rates_of_modules_and_evaluation(tmp_path: Path, sources: list[dict[str,
     assert trainer.state.best_loss == min(metrics["loss"] for metrics in watch.evaluated)
 
 
+def test_a_damaged_checkpoint_names_the_one_before_it(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
+    output = tmp_path / "output"
+    checkpoint = {"output_dir": str(output), "save_steps": 1, "save_hf_weights": False, "keep_last": 2}
+    config = omni_config(tmp_path, sources, max_steps=2, checkpoint=checkpoint)
+    make_trainer(config).train()
+    shard = next((output / "step_2").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-9])
+    more = omni_config(tmp_path, sources, max_steps=3, checkpoint=checkpoint)
+    with pytest.raises(IncompleteSourceError, match="is truncated") as found:
+        make_trainer(more).train()
+    assert str(found.value).endswith(
+        f"; go on from another, train.checkpoint.load_path={output}/step_1, or move step_2 away"
+    )
+    (output / "step_1").rename(tmp_path / "elsewhere")
+    with pytest.raises(IncompleteSourceError, match="no other checkpoint lies beside it"):
+        make_trainer(more).train()
+    (tmp_path / "elsewhere").rename(output / "step_1")
+    (output / "step_2").rename(tmp_path / "damaged")
+    watch = Watch()
+    make_trainer(more, callbacks=[watch]).train()
+    assert len(watch.losses) == 2
+
+
 def test_a_training_that_has_ended_says_so_and_is_not_evaluated_again(
     tmp_path: Path, sources: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:

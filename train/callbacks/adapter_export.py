@@ -12,8 +12,8 @@ from torch import Tensor
 
 from schemas.errors import OmniloomError
 from train.callbacks.base import Callback
-from train.export import HF_FOLDER
-from train.lora.write import AdapterWriter, is_written, trained_tensors, write_adapter
+from train.export import HF_FOLDER, free_name
+from train.lora.write import AdapterWriter, difference, trained_tensors, write_adapter
 
 if TYPE_CHECKING:
     from train.step import StepResult
@@ -73,8 +73,18 @@ class AdapterExportCallback(Callback):
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
-    if is_written(folder, tensors, settings):
+    """Moves aside what has the name and is something else, which a user may have edited."""
+    there = folder.is_dir() and any(folder.iterdir())
+    reason = difference(folder, tensors, settings) if there else None
+    if there and reason is None:
         log.info("%s: the adapter is exported already", folder)
         return
+    if reason is not None:
+        aside = free_name(folder)
+        try:
+            folder.rename(aside)
+        except OSError as error:
+            raise OmniloomError(f"{folder}: {reason}, and cannot be moved aside: {error}") from error
+        log.warning("%s: %s; it is called %s now, and the adapter is exported anew", folder, reason, aside.name)
     write_adapter(folder, tensors, settings)
     log.info("%s: the adapter is exported", folder)

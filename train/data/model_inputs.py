@@ -23,7 +23,7 @@ def model_inputs(
     *,
     loss_scale: Tensor | None = None,
     objective: TokenObjective | None = None,
-    aux_scale: float = 1.0,
+    aux_scale: float | Tensor = 1.0,
     dummy_towers: bool = False,
 ) -> ModelInputs:
     """The inputs of one micro-batch, on the device where the batch is; nothing waits for the device.

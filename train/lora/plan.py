@@ -98,11 +98,17 @@ def check_record(path: Path, saved: Any, ours: Mapping[str, Any] | None) -> None
         )
     theirs = saved if isinstance(saved, dict) else {}
     scales, now = theirs.get("scales") or {}, ours["scales"]
+    ranks = theirs.get("ranks") or ours["ranks"]  # older ones do not note them; then shapes tell
     for name in now:
+        if name in ranks and ranks[name] != ours["ranks"][name]:
+            raise ConfigError(
+                f"{path}: the adapter of {name} has rank {ranks[name]} in the checkpoint and {ours['ranks'][name]} "
+                f"now; {KEY}.rank and rank_pattern must be those of the checkpoint"
+            )
         if name in scales and scales[name] != now[name]:
             raise ConfigError(
                 f"{path}: the adapter of {name} has the scale {scales[name]:g} in the checkpoint and {now[name]:g} "
-                "now; alpha, use_rslora and their patterns must be those of the checkpoint"
+                f"now; {KEY}.alpha, alpha_pattern and use_rslora must be those of the checkpoint"
             )
     if theirs.get("base") != ours["base"]:
         raise ConfigError(
@@ -111,7 +117,7 @@ def check_record(path: Path, saved: Any, ours: Mapping[str, Any] | None) -> None
         )
     for key in ("share_expert_lora", "modules_to_save"):
         if theirs.get(key) != ours[key]:
-            raise ConfigError(f"{path}: {KEY}.{key} was {theirs.get(key)} and is {ours[key]}")
+            raise ConfigError(f"{path}: {KEY}.{key} was {theirs.get(key)} and is {ours[key]}; write what it was")
     if scales.keys() != now.keys():
         odd = sorted(scales.keys() ^ now.keys())
-        raise ConfigError(f"{path}: has other adapters than model.lora_config asks for, {odd[0]} for one")
+        raise ConfigError(f"{path}: has other adapters than {KEY} asks for, {odd[0]} for one; name the same modules")

@@ -37,9 +37,9 @@ class Targets:
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint notes: scales decide about the result, and nothing in the tensors tells them."""
-        pairs = {path: pair.scale for path, pair in self.linears.items()}
-        pairs |= {f"{path}.{name}": p.scale for path, found in self.experts.items() for name, p in found.items()}
-        return {"scales": pairs, "modules_to_save": list(self.saved), "share_expert_lora": self.shared}
+        pairs = {**self.linears, **{f"{path}.{name}": p for path, e in self.experts.items() for name, p in e.items()}}
+        scales, ranks = ({name: getattr(pair, key) for name, pair in pairs.items()} for key in ("scale", "rank"))
+        return {"scales": scales, "ranks": ranks, "modules_to_save": list(self.saved), "share_expert_lora": self.shared}
 
 
 @dataclass(frozen=True)

@@ -159,17 +159,18 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping
         raise OmniloomError(f"{folder}: the adapter could not be written: {error}") from error
 
 
-def is_written(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> bool:
-    """Whether a folder holds the adapter of exactly these values, bit by bit."""
+def difference(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str | None:
+    """Why a folder is not the adapter of exactly these values, bit by bit; None = it is."""
     try:
         if json.loads((folder / CONFIG_FILE).read_text()) != json.loads(json.dumps(settings)):
-            return False
+            return f"has another {CONFIG_FILE}"
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            if set(file.keys()) != set(tensors):
-                return False
-            return all(_same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items())
-    except (OSError, ValueError, SafetensorError):  # missing or damaged
-        return False
+            if odd := set(file.keys()) ^ set(tensors):
+                return f"has other tensors, {min(odd)} for one"
+            others = [name for name, tensor in tensors.items() if not _same_bits(file.get_tensor(name), tensor)]
+            return f"has other values, in {others[0]} for one" if others else None
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"cannot be read ({' '.join(str(error).split())})"
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

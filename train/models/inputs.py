@@ -63,7 +63,7 @@ class ModelInputs:
     label_rows: Tensor | None = None
     loss_scale: Tensor | None = None
     objective: TokenObjective | None = None
-    aux_scale: float = 1.0
+    aux_scale: float | Tensor = 1.0
     patches: Tensor | None = None
     grids: Sequence[Grid] = ()
     mel: Tensor | None = None

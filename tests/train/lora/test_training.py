@@ -188,7 +188,13 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path, sources: list[dict[str, Any
     refused("has other adapters than model.lora_config asks for", {**LORA, "target_modules": ["q_proj"]})
     refused("modules_to_save was ['visual.merger'] and is []", {**LORA, "modules_to_save": None})
     refused("share_expert_lora was False and is True", {**LORA, "share_expert_lora": True})
-    refused("[3, 40] in the checkpoint and float32 [4, 40] in the model", {**LORA, "r": 4, "lora_alpha": 8.0})
+    more = {**LORA, "r": 4, "lora_alpha": 8.0}
+    refused("has rank 3 in the checkpoint and 4 now; model.lora_config.rank and rank_pattern must be", more)
+    note = tmp_path / "output" / f"step_{STOP_AFTER}" / "state.json"
+    state = json.loads(note.read_text())
+    del state["lora"]["ranks"]  # as checkpoints had it before
+    note.write_text(json.dumps(state))
+    refused("[3, 40] in the checkpoint and float32 [4, 40] in the model", more)
     refused("were trained on another base", LORA, make_base(tmp_path / "other", seed=1))
 
 
@@ -272,13 +278,27 @@ def test_adapters_that_are_there_are_left_alone(
     damages: list[Callable[[], object]] = [
         lambda: shutil.rmtree(last),
         lambda: (last / "adapter_config.json").unlink(),
+        lambda: (last / "adapter_config.json").write_text('{"edited": true}'),
         lambda: (last / "adapter_model.safetensors").write_bytes(weights[:-1]),
         lambda: (last / "adapter_model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1])),
         lambda: shutil.copytree(last.with_name("step_2"), last, dirs_exist_ok=True),  # of another step
     ]
-    for damage in damages:
+    said = [
+        "cannot be read (",
+        "has another adapter_config.json",
+        "cannot be read (",
+        "has other values, in base_model.",
+        "has other values, in base_",
+    ]
+    for number, damage in enumerate(damages):
         damage()
+        caplog.clear()
         make_trainer(config).train()
+        aside = last.with_name(f"{last.name}.before-1")
+        assert aside.is_dir() == (number > 0)
+        if number:
+            assert f"{last}: {said[number - 1]}" in caplog.text and f"it is called {aside.name} now" in caplog.text
+            shutil.rmtree(aside)
         assert (last / "adapter_model.safetensors").read_bytes() == weights
         assert (last / "adapter_config.json").is_file()
         changed = {name for name, time in _times(tmp_path).items() if before.get(name) != time}
