@@ -40,8 +40,8 @@ EXPERT_PADDING = 63  # rows at most behind those of each expert, which begin at 
 class MemoryEstimate:
     """Bytes on each GPU. parameters: shards, in their own dtype; gradients: of those that are trained, in theirs;
     optimizer: AdamW's two averages or Muon's one; gathered: whole copies that are there at a time, in the dtype that is
-    computed in, of the root and of two blocks, and a frozen audio tower beside the model; activations: see
-    `activations`; workspace: of CUDA and its libraries. With offload the first three are in CPU memory, with
+    computed in, of the root and of two blocks, and a frozen audio tower beside the model; activations, media: see the
+    functions; workspace: of CUDA and its libraries. With offload the first three are in CPU memory, with
     optimizer_offloaded the third; what of it visits the GPU in a step, when activations are gone, is not counted."""
 
     parameters: int
@@ -49,6 +49,7 @@ class MemoryEstimate:
     optimizer: int
     gathered: int
     activations: int
+    media: int
     workspace: int
     offloaded: bool = False
     optimizer_offloaded: bool = False
@@ -57,7 +58,7 @@ class MemoryEstimate:
     def gpu(self) -> int:
         """Bytes of all that is on the GPU."""
         states = self.parameters + self.gradients + self.optimizer
-        return states - self.cpu + self.gathered + self.activations + self.workspace
+        return states - self.cpu + self.gathered + self.activations + self.media + self.workspace
 
     @property
     def cpu(self) -> int:
@@ -116,6 +117,7 @@ def estimate_memory(
         optimizer=averages(model, degrees, train),
         gathered=(0 if alone else (root + whole) * itemsize + _reduced(model, blocks, degrees.ep, left)) + beside,
         activations=activations(model, train, max_seq_len // degrees.ulysses, itemsize, degrees.ep),
+        media=media(model, degrees, train, max_seq_len, itemsize),
         workspace=WORKSPACE,
         offloaded=fsdp.offload,
         optimizer_offloaded=train.accelerator.offload_config.enable_optimizer,
@@ -247,6 +249,17 @@ def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int,
     if again.keep_gb is not None:
         results = min(results, int(again.keep_gb * 1e9))
     return inputs + results + block * (1 + layers - computed) + 2 * LOSS_CHUNK
+
+
+def media(model: AnyModel, degrees: Degrees, train: TrainConfig, max_seq_len: int, itemsize: int) -> int:
+    """Bytes of the patches of a step's micro-batches, which are all on the GPU when it begins, and of the one after
+    them, if all their tokens were of pictures."""
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None:
+        return 0
+    patch = 3 * vision.temporal_patch_size * vision.patch_size**2
+    sequences = -(-train.global_batch_size // degrees.dp) + train.micro_batch_size
+    return sequences * max_seq_len // degrees.ulysses * vision.spatial_merge_size**2 * patch * itemsize
 
 
 def _kept_of_mlp(config: Any, rows: int, ep: int, *, gathered: bool) -> float:

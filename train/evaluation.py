@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.config import BatchConfig, DataConfig, TrainConfig
+from train.data.device import Destination
 from train.data.loader import TrainLoader
 from train.data.model_inputs import model_inputs
 from train.data.plan_store import PlanStore
@@ -66,12 +67,19 @@ class Evaluator:
 
     @classmethod
     def make(
-        cls, data: DataConfig, train: TrainConfig, assets: ProcessorAssets, mesh: Mesh, inputs: ModelInputs
+        cls,
+        data: DataConfig,
+        train: TrainConfig,
+        assets: ProcessorAssets,
+        mesh: Mesh,
+        inputs: ModelInputs,
+        to: Destination,
     ) -> Evaluator:
-        """Opens the sources of `evaluation` and plans them; nothing of it is done again when it runs."""
+        """Opens the sources of `evaluation` and plans them; nothing of it is done again when it runs. to: where the
+        batches of the training go, too."""
         held = HeldOut.open(data, train, assets, mesh.degrees.dp, show=mesh.rank == 0)
         rank = DataRank(mesh.dp_rank, mesh.degrees.dp, mesh.sp_rank, mesh.degrees.ulysses)
-        loader = TrainLoader(held.sources, held.plans, held.data, held.batch, assets, rank, mesh.device, inputs)
+        loader = TrainLoader(held.sources, held.plans, held.data, held.batch, assets, rank, to, inputs)
         return cls(tuple(source.label for source in held.data.sources), loader, mesh, assets)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,12 +31,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 @dataclass(frozen=True)
 class Outcome:
     """How a rank ended. code: of `schemas.errors.EXIT_CODES`; message: of its error, empty without one; asked: it was
-    stopped as it was asked to."""
+    stopped as it was asked to; time: in seconds since 1970."""
 
     rank: int
     code: int
     message: str = ""
     asked: bool = False
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,10 @@ def leave_outcome(rank: int, error: BaseException | None) -> None:
     if error is not None:
         code = error.exit_code if isinstance(error, OmniloomError) else 1
     said = str(error) if isinstance(error, OmniloomError) else f"{type(error).__name__}: {error}" if error else ""
+    said = "; ".join([said, *getattr(error, "__notes__", ())])
     path = Path(folder, f"rank_{rank}.json")
     beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(asdict(Outcome(rank, code, said, isinstance(error, StoppedError)))))
+    beside.write_text(json.dumps(asdict(Outcome(rank, code, said, isinstance(error, StoppedError), time.time()))))
     os.replace(beside, path)
 
 
@@ -106,14 +109,12 @@ def read_outcomes(folder: Path) -> list[Outcome]:
 
 
 def raise_worst(outcomes: Sequence[Outcome], code: int) -> None:
-    """code: of torchrun. An error that was told comes before one that only shows as an exit code, and a failure before
-    a stop: one rank may fail because another one did."""
+    """code: of torchrun. A failure comes before a stop, and of failures the first in time: others fail because that
+    rank is gone."""
     failed = [outcome for outcome in outcomes if outcome.code not in (0, 5)]
-    known = [outcome for outcome in failed if outcome.code != 1]
     stopped = [outcome for outcome in outcomes if outcome.code == 5]
-    worst = next(iter([*known, *failed]), None)
-    if worst is not None:
-        raise _error(worst)
+    if failed:
+        raise _error(min(failed, key=lambda outcome: outcome.time))
     if code:
         raise OmniloomError(f"a rank ended without a word (torchrun: {code}); its own output above says why")
     if stopped:

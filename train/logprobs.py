@@ -25,6 +25,7 @@ from schemas.errors import ConfigError
 from train.agreement import Agreement
 from train.config import BatchConfig, OmniConfig
 from train.data.batch import Batch
+from train.data.device import Destination
 from train.data.labelling import MODALITY, MODALITY_INFO, Relabel, TokenChoice, token_modalities
 from train.data.loader import TrainLoader
 from train.data.model_inputs import model_inputs
@@ -113,7 +114,7 @@ class LogprobRun(TrainerParts):
 
         show = self.mesh.rank == 0
         self.sources, self.plans = open_data(self.args.data, self.batch_config, self.assets, show, choose)
-        self._agree_on(self.plans.digest)
+        self._agree_on(self.plans.digest, "see other data")
         for source in self.sources:
             chosen, usable = source_counts(source, data.max_seq_len)
             rows = f"{chosen} of {usable} usable rows ({len(source.lengths)} in all)"
@@ -137,7 +138,7 @@ class LogprobRun(TrainerParts):
             self.batch_config,
             self.assets,
             rank,
-            mesh.device,
+            Destination.on(mesh.device),
             self.model_inputs,
         )
 

@@ -200,6 +200,12 @@ class Process:
         return torch.device("cuda", self.local_rank)
 
 
+def end_process_group() -> None:
+    """Leaves the other processes. Of all ranks, when none has failed: NCCL would wait for one that is gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def start_process_group(process: Process, device: torch.device, timeout_s: float) -> None:
     """Joins the other processes: NCCL for tensors on GPUs, gloo for those on CPUs. A single process makes a group of
     its own, without a port."""

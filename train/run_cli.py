@@ -18,6 +18,7 @@ from train.config import OmniConfig
 from train.launch import OUTCOME_VARIABLE, Launch, launch, leave_outcome, under_torchrun
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # either is a user's own choice
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML configuration.")]
 
 
@@ -58,12 +59,21 @@ def validate(
 
 def run_rank(settings: OmniConfig) -> None:
     """This process's part of a training."""
-    from train.trainer import make_trainer  # noqa: PLC0415  # seconds to import
+    # before torch is imported: blocks of many sizes come and go, and segments that grow leave little unused
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+    from train.mesh import end_process_group  # noqa: PLC0415  # seconds to import
+    from train.trainer import make_trainer  # noqa: PLC0415
 
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     with outcome_told(rank):
-        make_trainer(settings).train()
+        try:
+            make_trainer(settings).train()
+        except StoppedError:
+            end_process_group()
+            raise
+        end_process_group()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import numpy as np
 
 from convert.trainer import STATE_FILE
 from schemas.errors import ConfigError, IncompleteSourceError, StoppedError
-from train.agreement import Agreement
 from train.callbacks.base import Callback
 from train.callbacks.standard import standard_callbacks
 from train.checkpoint_layout import way_on
@@ -56,8 +55,7 @@ class BaseTrainer(TrainerParts):
         """In a folder that no other run writes to."""
         folder = Path(self.args.train.checkpoint.output_dir)
         if "://" not in str(self.args.train.checkpoint.output_dir):
-            ranks = Agreement(self.mesh.rank, self.mesh.world_size, self._setup_group)
-            note = ranks.on_first(lambda: self._lock(folder))
+            note = self.ranks.on_first(lambda: self._lock(folder))
             if note is not None:
                 self.say(note)
         super().build_checkpointer()

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from schemas.errors import ConfigError
+from train.agreement import Agreement
 from train.checkpoint import Checkpointer
 from train.config import OmniConfig
 from train.data.batch import Batch
+from train.data.device import Destination
 from train.data.loader import TrainLoader
 from train.data.plan_store import PlanStore
 from train.data.prepare import open_data
@@ -93,6 +95,7 @@ class TrainerParts:
     optimizer: Optimizer
     lr_scheduler: LrScheduler
     parts: StepParts
+    ranks: Agreement
 
     def __init__(self, config: OmniConfig) -> None:
         self.args = config
@@ -135,6 +138,7 @@ class TrainerParts:
         if self.mesh.world_size > 1:
             patient = timedelta(seconds=train.checkpoint.timeout_s)
             self._setup_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=patient))
+        self.ranks = Agreement(self.mesh.rank, self.mesh.world_size, self._setup_group)
         self.say(self.mesh.describe())
         seed_everything(train.seed, deterministic=train.deterministic)
 
@@ -142,6 +146,7 @@ class TrainerParts:
         """The model without memory, its operations bound, and what of it is trained."""
         self.files = ModelFiles.of(self.args.model)
         self.ops = choose_ops(self.args.model, self.args.train, self.mesh.device)
+        self._agree_on(self.ops.describe(), "chose other operations (a package that does not load on one of them?)")
         self.say(self.ops.describe())
         self.model = build_model(self.args.model, self.ops, master_dtype(self.args.train))
         add_hearing(self.model, self.args.model, self.args.train, self.ops)
@@ -197,7 +202,7 @@ class TrainerParts:
         first = self.mesh.rank == 0
         self.sources, self.plans = open_data(self.args.data, self.args.train, self.assets, show=first)
         check_references(self.args.train.objective, self.sources)
-        self._agree_on(self.plans.digest)
+        self._agree_on(self.plans.digest, "see other data")
 
     def build_collate(self) -> None:
         """What the model and the objective add to the batches."""
@@ -206,6 +211,7 @@ class TrainerParts:
     def build_loader(self) -> None:
         mesh = self.mesh
         rank = DataRank(mesh.dp_rank, mesh.degrees.dp, mesh.sp_rank, mesh.degrees.ulysses)
+        dtype = getattr(torch, self.args.train.accelerator.fsdp_config.mixed_precision.compute_dtype)
         self.train_dataloader = TrainLoader(
             self.sources,
             self.plans,
@@ -213,7 +219,7 @@ class TrainerParts:
             self.args.train,
             self.assets,
             rank,
-            mesh.device,
+            Destination.on(mesh.device, dtype),
             self.model_inputs,
         )
 
@@ -221,7 +227,8 @@ class TrainerParts:
         """The held-out data, opened and planned now, so that what is wrong with them is told before the first step."""
         train = self.args.train
         if train.evaluation.sources:
-            self.evaluator = Evaluator.make(self.args.data, train, self.assets, self.mesh, self.model_inputs)
+            to = self.train_dataloader.to
+            self.evaluator = Evaluator.make(self.args.data, train, self.assets, self.mesh, self.model_inputs, to)
 
     def build_checkpointer(self) -> None:
         """And whether there is a checkpoint to go on from."""
@@ -289,14 +296,16 @@ class TrainerParts:
         if self.process.rank == 0:
             log.info("%s", text)
 
-    def _agree_on(self, digest: str) -> None:
-        """ConfigError when the ranks do not have the same plan: they would wait for one another for ever."""
+    def _agree_on(self, mine: str, fault: str) -> None:
+        """ConfigError when the ranks do not have the same: they would wait for one another for ever, or not compute the
+        same. fault: what they do then."""
         if self._setup_group is None:
             return
-        digests: list[Any] = [None] * self.mesh.world_size
-        dist.all_gather_object(digests, digest, group=self._setup_group)
-        if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
-            raise ConfigError(f"ranks 0 and {other[0]} see other data; give all nodes the same files and configuration")
+        found: list[Any] = [None] * self.mesh.world_size
+        dist.all_gather_object(found, mine, group=self._setup_group)
+        if other := [rank for rank, theirs in enumerate(found) if theirs != found[0]]:
+            advice = "give all nodes the same packages, files and configuration"
+            raise ConfigError(f"ranks 0 and {other[0]} {fault}; {advice}")
 
 
 def micro_batch(batch: Batch) -> MicroBatch:

@@ -49,7 +49,8 @@ from train.models.freeze import freeze
 from train.models.loading import open_weights
 from train.models.moe import has_experts
 from train.objective import check_references
-from train.ops.registry import OPS, Device, resolve
+from train.ops.device import describe_device
+from train.ops.registry import AUTO, OPS, Device, resolve
 from train.optim.groups import decay_note, learning_rates, parameter_groups
 from train.optim.schedule import Schedule
 from train.state import finished_note
@@ -92,10 +93,11 @@ def validate_config(config: OmniConfig, world_size: int, *, data: bool = True) -
     with found.check():
         degrees = Degrees.of(config.train.accelerator, world_size)
         found.add("ranks", f"{degrees.dp_replicate} replicas x {degrees.dp_shard} shards x {degrees.ulysses} slices")
+    chosen: Mapping[str, str] | None = None
     with found.check():
-        _check_ops(config, found)
+        chosen = _check_ops(config, found)
     has_config = _check_model_folder(config, found)
-    model = _check_model(config, degrees, found) if has_config else None
+    model = _check_model(config, degrees, found, chosen) if has_config else None
     if model is not None and degrees is not None:
         with found.check():
             memory = estimate_memory(model, degrees, config.train, config.data.max_seq_len, config.model.lora_config)
@@ -143,25 +145,36 @@ def _check_outputs(config: OmniConfig, model: AnyModel | None, found: Findings) 
     return None
 
 
-def _check_ops(config: OmniConfig, found: Findings) -> None:
-    """The choices for the GPU of this machine, or for a Hopper one with the packages that are installed here."""
-    here, chosen = torch.cuda.is_available(), _backends(config)
+def _check_ops(config: OmniConfig, found: Findings) -> Mapping[str, str]:
+    """Operation -> backend for the GPU of this machine, or for a Hopper one with the packages that are installed
+    here."""
+    names, device = config.model.ops_implementation.model_dump(), _gpu(repeatable=config.train.deterministic)
+    chosen = resolve(names, device, config.train.accelerator.fsdp_config.mixed_precision.compute_dtype)
     # operations may share a key
     keys = {OPS[op].key.removesuffix("_implementation"): name for op, name in chosen.items()}
     said = ", ".join(f"{key} {name}" for key, name in keys.items())
-    found.add("operations on this GPU" if here else "operations on a Hopper GPU", said)
+    found.add("operations on this GPU" if device.here else "operations on a Hopper GPU", said)
+    for op, faster in chosen.passed_over.items():
+        for why in faster:
+            found.add("passed over by auto", f"{OPS[op].key}: {why}")
+    if not device.here and AUTO in names.values():
+        said = "of packages that are installed on this machine, none of them loaded; the GPU machine may differ"
+        found.add("chosen by auto", said)
+    return chosen
 
 
-def _backends(config: OmniConfig) -> dict[str, str]:
-    """Operation -> backend, on such a GPU."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else GPU_CAPABILITY
-    dtype = config.train.accelerator.fsdp_config.mixed_precision.compute_dtype
-    return resolve(config.model.ops_implementation.model_dump(), Device("cuda", capability), dtype)
+def _gpu(*, repeatable: bool) -> Device:
+    """That of this machine, or a Hopper one, for which no package is loaded."""
+    if torch.cuda.is_available():
+        return describe_device("cuda", repeatable=repeatable)
+    return Device("cuda", GPU_CAPABILITY, repeatable=repeatable, here=False)
 
 
-def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -> AnyModel | None:
-    """Built on the meta device; names and shapes of its weights are read from their headers. None after a fault of what
-    is trained, of which no memory can be told."""
+def _check_model(
+    config: OmniConfig, degrees: Degrees | None, found: Findings, chosen: Mapping[str, str] | None
+) -> AnyModel | None:
+    """Built on the meta device; names and shapes of its weights are read from their headers. chosen: operation ->
+    backend, None after a fault of them. None after a fault of what is trained, of which no memory can be told."""
     model: AnyModel | None = None
     whole = False  # built, frozen and with its adapters: as it would train
     with found.check():
@@ -173,7 +186,8 @@ def _check_model(config: OmniConfig, degrees: Degrees | None, found: Findings) -
                 found.add("audio tower", f"frozen, beside the model, {size_text(beside.nbytes)}")
         train = config.train
         with found.check():
-            check_keeping(train.gradient_checkpointing, _backends(config), sparse=has_experts(model))
+            if chosen is not None:
+                check_keeping(train.gradient_checkpointing, chosen, sparse=has_experts(model))
         frozen = freeze(model, vit=train.freeze_vit, audio_tower=train.freeze_audio_tower, modules=train.freeze_modules)
         lora = plan_lora(model, config.model, train, frozen)
         if lora is not None:

@@ -89,9 +89,9 @@ class MeasuredTrainer(VLMTrainer):
     def build_loader(self) -> None:
         super().build_loader()
         if self.prepared:
-            data, train, rank = self.args.data, self.args.train, self.train_dataloader.rank
+            data, train, made = self.args.data, self.args.train, self.train_dataloader
             self.train_dataloader = PreparedLoader(
-                self.sources, self.plans, data, train, self.assets, rank, self.mesh.device, self.model_inputs
+                self.sources, self.plans, data, train, self.assets, made.rank, made.to, self.model_inputs
             )
 
     def save(self, *, final: bool = False) -> Path:

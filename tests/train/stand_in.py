@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from tests.train.metric_steps import step_result
+from train.agreement import Agreement
 from train.callbacks.base import Callback
 from train.config import CheckpointConfig, EvaluationConfig
 from train.state import TrainerState
@@ -24,7 +25,7 @@ class Trainer:
         self.args = SimpleNamespace(train=SimpleNamespace(**train), model_dump=lambda mode: {"seed": 1})
         self.state, self.callbacks, self.should_stop = TrainerState(), list(callbacks), False
         self.train_dataloader, self.lora = SimpleNamespace(dead=[], total_steps=lambda: 1000), None
-        self.mesh = SimpleNamespace(device=torch.device("cpu"))
+        self.mesh, self.ranks = SimpleNamespace(device=torch.device("cpu")), Agreement(0, 1, None)
         self.did: list[str] = []
         self.said: list[str] = []
         self.committed: list[Path] = []

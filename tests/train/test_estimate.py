@@ -9,9 +9,10 @@ import torch
 from schemas.errors import ConfigError
 from schemas.strict import check_config
 from tests.train.data.loading import Setup, data_config
-from tests.train.models import families
+from tests.train.models import families, media
 from tests.train.tiny import write_data
 from train.config import BatchConfig, TrainConfig
+from train.data.device import make_features
 from train.estimate import estimate_memory, estimate_steps, shard_numel
 from train.mesh import Degrees
 from train.models.omni_thinker import OmniThinker
@@ -34,7 +35,8 @@ def test_states_are_counted_exactly() -> None:
     total = sum(parameter.numel() for parameter in found.parameters())
     made = estimate_memory(found, Degrees(), train(), 512)
     assert (made.parameters, made.gradients, made.optimizer) == (4 * total, 4 * total, 8 * total)
-    assert made.gpu == 16 * total + made.gathered + made.activations + made.workspace and made.cpu == 0
+    assert made.gpu == 16 * total + made.gathered + made.activations + made.media + made.workspace
+    assert made.cpu == 0
     found.visual.requires_grad_(False)
     trained = total - sum(parameter.numel() for parameter in found.visual.parameters())
     made = estimate_memory(found, Degrees(), train(), 512)
@@ -100,6 +102,21 @@ def test_checkpointing_and_shorter_slices_take_less() -> None:
     assert made["mlp"].activations - made["projections"].activations == of_mlp
     sliced = estimate_memory(model(), Degrees(ulysses=2), train(), 1 << 20)
     assert sliced.activations < again.activations
+
+
+def test_patches_of_a_step_are_counted() -> None:
+    """As many bytes as the features of real pictures have for each token, for 4 micro-batches and the next one."""
+    batch = media.batch_of(media.omni_assets(), [media.video_mix()])
+    features = make_features(batch, media.omni_assets(), torch.bfloat16)
+    a_token = features.patches.nbytes / batch.modality_tokens["video"]
+    found = model()
+    keys: dict[str, Any] = {"global_batch_size": 16, "micro_batch_size": 1}
+    made = estimate_memory(found, Degrees(1, 2, ulysses=2), train(**keys), 512)
+    assert made.media == (8 + 1) * 512 // 2 * a_token
+    config = SPECS["qwen3_moe"].config_class(num_hidden_layers=1, num_experts=8)
+    with torch.device("meta"):
+        text = SPECS["qwen3_moe"].build(config, eager_ops())
+    assert estimate_memory(text, Degrees(), train(**keys), 512).media == 0
 
 
 def test_the_released_model_fits_where_it_is_known_to_fit() -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from schemas.errors import ResumableError
+from schemas.errors import IncompleteSourceError, ResumableError
+from tests import dist as processes
+from tests.train.stand_in import Trainer
 from tests.train.test_trainer import Watch
 from tests.train.tiny import omni_config, write_data
+from train.agreement import Agreement
 from train.callbacks.export import ExportCallback
 from train.config import OmniConfig
+from train.export import Exporter
 from train.trainer import make_trainer
 
 
@@ -79,3 +85,44 @@ def test_a_finished_training_leaves_its_export_alone(
     make_trainer(config).train()
     assert (exports / "step_7" / "omniloom_conversion.json").is_file()
     assert (exports / "step_4").stat().st_mtime_ns == times[exports / "step_4"]
+
+
+class SlowExporter(Exporter):
+    """Takes a second for the last export, and then fails or not."""
+
+    def __init__(self, folder: Path, *, fails: bool) -> None:
+        super().__init__(folder, None)
+        self.fails = fails
+
+    def start(self, checkpoint: Path) -> None:
+        """Nothing runs."""
+
+    def wait(self) -> None:
+        time.sleep(1.0)
+        if self.fails:
+            raise IncompleteSourceError("no export today")
+
+
+def _end(folder: Path) -> list[tuple[float, str]]:
+    """(when the end of training was over on this rank, what it raised), for an export that ends well and one that
+    does not."""
+    rank, found = dist.get_rank(), []
+    for fails in (False, True):
+        exporter = SlowExporter(folder, fails=fails) if rank == 0 else None
+        trainer = Trainer(folder, [ExportCallback(exporter)])
+        trainer.ranks = Agreement(rank, dist.get_world_size(), dist.group.WORLD)
+        said = ""
+        try:
+            trainer.call("on_train_end")
+        except IncompleteSourceError as error:
+            said = str(error)
+        found.append((time.time(), said))
+    return found
+
+
+def test_all_ranks_wait_for_the_last_export(tmp_path: Path) -> None:
+    """Else launchers of other nodes, whose ranks have ended, end the one that exports after some minutes."""
+    began = time.time()
+    for well, ill in processes.run(2, _end, tmp_path):
+        assert well[0] - began >= 1.0 and ill[0] - well[0] >= 0.9
+        assert (well[1], ill[1]) == ("", "no export today")

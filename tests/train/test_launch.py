@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -43,13 +44,25 @@ def test_outcomes_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     leave_outcome(1, ConfigError("wrong key"))
     leave_outcome(0, None)
     leave_outcome(2, ValueError("oh"))
-    assert read_outcomes(tmp_path) == [Outcome(0, 0), Outcome(1, 2, "wrong key"), Outcome(2, 1, "ValueError: oh")]
+    noted = ValueError("no memory")
+    noted.add_note("what held it: memory/rank_3.pickle")
+    leave_outcome(3, noted)
+    found = read_outcomes(tmp_path)
+    times = [outcome.time for outcome in found]
+    assert times[1] <= times[0] <= times[2] <= times[3] and time.time() - times[1] < 60
+    assert [replace(outcome, time=0.0) for outcome in found] == [
+        Outcome(0, 0),
+        Outcome(1, 2, "wrong key"),
+        Outcome(2, 1, "ValueError: oh"),
+        Outcome(3, 1, "ValueError: no memory; what held it: memory/rank_3.pickle"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("outcomes", "code", "said", "exit_code"),
     [
-        ([Outcome(0, 1, "lost a peer"), Outcome(1, 2, "wrong key")], 1, "wrong key (rank 1)", 2),
+        ([Outcome(0, 1, "lost a peer", time=9.0), Outcome(1, 2, "wrong key", time=8.0)], 1, "wrong key (rank 1)", 2),
+        ([Outcome(0, 1, "lost a peer", time=9.0), Outcome(3, 1, "no memory", time=8.0)], 1, "no memory (rank 3)", 1),
         ([Outcome(0, 1, "lost a peer"), Outcome(1, 5, "stopped")], 1, "lost a peer", 1),
         ([Outcome(0, 5, "stopped"), Outcome(1, 5, "stopped")], 0, "stopped (rank 0)", 5),
         ([Outcome(0, 0)], 1, "without a word", 1),

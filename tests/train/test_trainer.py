@@ -16,7 +16,9 @@ from tests import dist as processes
 from tests.train.tiny import omni_config, write_data
 from train import evaluation
 from train.callbacks.base import Callback
+from train.config import OmniConfig
 from train.data.prepare import open_data
+from train.mesh import Degrees, Mesh
 from train.step import StepResult
 from train.trainer import BaseTrainer, VLMTrainer, make_trainer
 from train.validate import validate_config
@@ -143,6 +145,21 @@ def test_rates_of_modules_and_evaluation(tmp_path: Path, sources: list[dict[str,
         assert metrics.keys() == {"loss", "loss/clips", "loss/text"}
         assert min(metrics.values()) < metrics["loss"] < max(metrics.values())
     assert trainer.state.best_loss == min(metrics["loss"] for metrics in watch.evaluated)
+
+
+def _differs(config: OmniConfig) -> str:
+    trainer = make_trainer(config)
+    trainer._setup_group = dist.group.WORLD
+    trainer.mesh = Mesh(Degrees(dp_shard=2), dist.get_rank(), torch.device("cpu"))
+    trainer._agree_on("the same", "never differ")
+    with pytest.raises(ConfigError) as found:
+        trainer._agree_on(str(dist.get_rank()), "chose other operations")
+    return str(found.value)
+
+
+def test_ranks_that_differ_are_told(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
+    for said in processes.run(2, _differs, omni_config(tmp_path, sources)):
+        assert said.startswith("ranks 0 and 1 chose other operations; give all nodes the same packages")
 
 
 def test_a_damaged_checkpoint_names_the_one_before_it(tmp_path: Path, sources: list[dict[str, Any]]) -> None:

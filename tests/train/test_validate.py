@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -14,7 +15,10 @@ from schemas.errors import ConfigError
 from tests.train.tiny import omni_config, write_data
 from train.cli import app
 from train.config import OmniConfig
-from train.validate import validate_config
+from train.ops.registry import OPS
+from train.validate import Findings, validate_config
+
+HALF = {"fsdp_config": {"mixed_precision": {"enable": True}}}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,54 @@ def test_what_blocks_cannot_keep_is_told(config: OmniConfig, keep: str, names: d
     assert said in str(fault)
     values["train"]["gradient_checkpointing"]["enable"] = False
     assert validate_config(OmniConfig.model_validate(values), 2, data=False).faults == []
+
+
+def chosen(config: OmniConfig, names: dict[str, str] | None = None, **train: Any) -> Findings:
+    values = changed(config, **train).model_dump()
+    values["model"]["ops_implementation"] |= names or {}
+    return validate_config(OmniConfig.model_validate(values), 1, data=False)
+
+
+def test_operations_are_those_of_the_run(config: OmniConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: for a Hopper one, and where results must be the same at every run, one that can give them."""
+    pytest.importorskip("triton")
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.flash_attn_interface", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for deterministic, attention in ((False, "cudnn"), (True, "torch_varlen")):
+        found = chosen(config, accelerator=HALF, deterministic=deterministic)
+        facts = dict(found.facts)
+        assert found.faults == []
+        assert facts["operations on a Hopper GPU"].startswith(f"attn {attention}, ")
+        assert facts["chosen by auto"].endswith("none of them loaded; the GPU machine may differ")
+    by_name = {"attn_implementation": "cudnn"}
+    assert chosen(config, by_name, accelerator=HALF).faults == []
+    (fault,) = chosen(config, by_name, accelerator=HALF, deterministic=True).faults
+    assert "cudnn is not available on cuda of capability 9.0: its results differ from run to run" in str(fault)
+    assert "chosen by auto" not in dict(chosen(config, {entry.key: "eager" for entry in OPS.values()}).facts)
+
+
+def test_what_auto_passes_over_on_this_gpu_is_told(
+    config: OmniConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('libflash.so: undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    found = chosen(config, accelerator=HALF)
+    facts = dict(found.facts)
+    assert facts["operations on this GPU"].startswith("attn cudnn, ")
+    assert facts["passed over by auto"].startswith("attn_implementation: flash_attention_3: the package flash_attn_int")
+    assert facts["passed over by auto"].endswith("is there but does not load: libflash.so: undefined symbol")
+    (fault,) = chosen(config, {"attn_implementation": "flash_attention_3"}, accelerator=HALF).faults
+    assert str(fault).startswith(
+        "model.ops_implementation.attn_implementation: flash_attention_3: the package flash_at"
+    )
+    assert str(fault).endswith("is there but does not load: libflash.so: undefined symbol")
 
 
 def test_every_fault_is_told_not_only_the_first(config: OmniConfig) -> None:

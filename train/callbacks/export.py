@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from train.callbacks.base import Callback
@@ -32,8 +33,11 @@ class ExportCallback(Callback):
             self.exporter.poll()
 
     def on_train_end(self, trainer: BaseTrainer) -> None:
-        if self.exporter is None:
-            return
+        """All ranks wait: a launcher gives those that are left behind some minutes only."""
+        trainer.ranks.on_first(partial(self._export_last, trainer))
+
+    def _export_last(self, trainer: BaseTrainer) -> None:
+        assert self.exporter is not None, "rank 0 has the exporter"
         self._start_committed(trainer, self.exporter)
         if trainer.args.train.checkpoint.save_hf_weights:
             last = step_folder(trainer.checkpointer.output_dir, trainer.state.step)

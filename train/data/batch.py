@@ -55,8 +55,9 @@ class SoundSamples:
 class MediaFeatures:
     """What the towers of this rank take, made on the device.
 
-    patches: float32 [P, channels * temporal_patch * patch_size ** 2], piece after piece; grids: (t, h, w) of each
-    vision piece; mel: float32 [num_mel, M], piece after piece; mel_lengths: frames of each audio piece, adding up to M.
+    patches: [P, channels * temporal_patch * patch_size ** 2], piece after piece; grids: (t, h, w) of each vision piece;
+    mel: [num_mel, M], piece after piece; mel_lengths: frames of each audio piece, adding up to M. Patches and mel are
+    float32, or of the dtype that the model computes in.
     """
 
     patches: torch.Tensor

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Sampler
 from schemas.errors import ConfigError, OmniloomError
 from train.config import BatchConfig, DataConfig, DataloaderConfig
 from train.data.batch import Batch, DeadSample
-from train.data.device import DevicePrefetcher
+from train.data.device import Destination, DevicePrefetcher
 from train.data.fetch import ShardFetcher, Wanted
 from train.data.plan_store import PlanStore
 from train.data.processor import ProcessorAssets
@@ -65,11 +65,12 @@ class TrainLoader:
         batch: BatchConfig,
         assets: ProcessorAssets,
         rank: DataRank | None = None,
-        device: torch.device | None = None,
+        to: Destination | torch.device | None = None,
         model: ModelInputs | None = None,
     ) -> None:
         self.sources, self.plans, self.data, self.batch, self.assets = sources, plans, data, batch, assets
-        self.rank, self.device = rank or DataRank(), device or torch.device("cpu")
+        self.rank = rank or DataRank()
+        self.to = to if isinstance(to, Destination) else Destination.on(to or torch.device("cpu"))
         self.mine = RankPlan(plans, self.rank, batch)
         self.position = Position()
         self.wait_s = 0.0
@@ -173,7 +174,7 @@ class TrainLoader:
 
     def _start_prefetcher(self, steps: int, fetcher: ShardFetcher | None) -> DevicePrefetcher:
         settings = self.data.dataloader
-        pin = self.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+        pin = self.to.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         workers: dict[str, Any] = {}
         if settings.num_workers:
             context = worker_context(settings.start_method)
@@ -195,7 +196,7 @@ class TrainLoader:
             pin_memory=pin,
             **workers,
         )
-        return DevicePrefetcher(_batches(loader, fetcher), self.device, self.assets, settings.device_prefetch)
+        return DevicePrefetcher(_batches(loader, fetcher), self.to, self.assets, settings.device_prefetch)
 
 
 def made_ahead(settings: DataloaderConfig, micro_steps: int) -> int:

@@ -3,56 +3,7 @@ plainest, where each implementation is and what it needs. Data only."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-from schemas.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Needs:
-    """device: cuda, None = any; capability of the GPU, both ends included; packages: modules that can be imported;
-    dtypes: torch's names, empty = any floating one."""
-
-    device: str | None = None
-    min_capability: tuple[int, int] | None = None
-    max_capability: tuple[int, int] | None = None
-    packages: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One implementation. target: "module:function"; rank: `auto` takes the lowest that is available; repeatable: gives
-    the same bits at every run; recorded: of attention and experts, blocks that are computed again can keep results;
-    asked: of experts, takes an `ExpertBackward` (`train.ops.expert_backward`)."""
-
-    name: str
-    target: str
-    rank: int
-    needs: Needs = Needs()
-    repeatable: bool = True
-    recorded: bool = False
-    asked: bool = False
-
-    @property
-    def module(self) -> str:
-        """The module of the target."""
-        return self.target.partition(":")[0]
-
-    def load(self) -> Callable[..., Any]:
-        """Imports the function and what it needs. ConfigError: a package that is there and does not load."""
-        module, _, function = self.target.partition(":")
-        for name in self.needs.packages:
-            try:
-                importlib.import_module(name)
-            except (ImportError, OSError, RuntimeError, AttributeError) as error:
-                raise ConfigError(f"{self.name}: the package {name} is there but does not load: {error}") from error
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return loaded
-
+from train.ops.backend import Backend, Needs
 
 HALF = ("bfloat16", "float16")
 ANY = Needs()
@@ -62,6 +13,10 @@ COMPILE = Needs(device="cuda", min_capability=(7, 0), packages=("triton",))
 
 def _flash(package: str, low: tuple[int, int], high: tuple[int, int] | None = None) -> Needs:
     return Needs("cuda", low, high, (package,), HALF)
+
+
+def _flash_package(name: str, rank: int, needs: Needs) -> Backend:
+    return Backend(name, f"train.ops.attention_flash:{name}", rank, needs, check="misfit")
 
 
 def _pointwise(op: str, module: str, triton_module: str) -> tuple[Backend, ...]:
@@ -85,21 +40,8 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
     "attention": (
         "attn_implementation",
         (
-            Backend(
-                "flash_attention_4", "train.ops.attention_flash:flash_attention_4", 0, _flash("flash_attn.cute", (9, 0))
-            ),
-            Backend(
-                "flash_attention_3",
-                "train.ops.attention_flash:flash_attention_3",
-                10,
-                _flash("flash_attn_interface", (9, 0), (9, 9)),
-            ),
-            Backend(
-                "flash_attention_2",
-                "train.ops.attention_flash:flash_attention_2",
-                20,
-                _flash("flash_attn.flash_attn_interface", (8, 0)),
-            ),
+            _flash_package("flash_attention_4", 0, _flash("flash_attn.cute", (9, 0))),
+            _flash_package("flash_attention_3", 10, _flash("flash_attn_interface", (9, 0), (9, 9))),
             # torch refuses it where results must be the same at every run
             Backend(
                 "cudnn",
@@ -109,6 +51,8 @@ BUILT_IN: dict[str, tuple[str, tuple[Backend, ...]]] = {
                 repeatable=False,
                 recorded=True,
             ),
+            # the first on capability 8.x; from 9.0 on behind cudnn, whose results blocks can keep
+            _flash_package("flash_attention_2", 27, _flash("flash_attn.flash_attn_interface", (8, 0))),
             Backend(
                 "torch_varlen",
                 "train.ops.attention_varlen:torch_varlen",

@@ -1,52 +1,28 @@
 """Which implementation of each operation runs, in four stages.
 
 Import: every operation lists its backends with what they need; a backend is named by "module:function" and not loaded,
-so that this module imports neither torch nor triton. Configuration: names are checked (`OpEntry.fault`) and resolved
-for a device (`resolve`). Build: each slot loads its function once (`bind_ops`). Run: a slot is a plain call.
+so that this module imports neither torch nor triton. Configuration: names are checked (`OpEntry.fault`). Build: names
+are resolved for a device (`resolve`), where `auto` loads the fastest, and the next where that fails; each slot loads
+its function once (`bind_ops`). Run: a slot is a plain call.
 
 An operation's signature stands with its reference implementation, the backend `eager`.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from schemas.errors import ConfigError, RegistryError
 from schemas.wording import known_names
-from train.ops.catalogue import BUILT_IN, PEER_NAMES, Backend, Needs
+from train.ops.backend import Backend, Device, Needs, dotted
+from train.ops.catalogue import BUILT_IN, PEER_NAMES
 
 AUTO = "auto"
 SECTION = "model.ops_implementation"
 
-__all__ = ["AUTO", "OPS", "Backend", "Device", "Needs", "OpEntry", "OpRegistry", "OpSlot", "Ops", "bind_ops"]
-
-
-@dataclass(frozen=True)
-class Device:
-    """What backends are chosen for. type: cpu or cuda; capability: of the GPU, (9, 0) = Hopper; modules: what counts
-    as installed, with all below it; None = look; repeatable: results must be the same bits at every run."""
-
-    type: str
-    capability: tuple[int, int] | None = None
-    modules: frozenset[str] | None = None
-    repeatable: bool = False
-
-    def has(self, module: str) -> bool:
-        """True when the module can be imported; its parents are imported to find out."""
-        if self.modules is not None:
-            parts = module.split(".")
-            return any(".".join(parts[:n]) in self.modules for n in range(1, len(parts) + 1))
-        try:
-            return importlib.util.find_spec(module) is not None
-        except (ImportError, OSError, RuntimeError, AttributeError):  # a parent is missing or does not load here
-            return False
-
-    def __str__(self) -> str:
-        return self.type + ("" if self.capability is None else f" of capability {_dotted(self.capability)}")
+__all__ = ["AUTO", "OPS", "Backend", "Choices", "Device", "Needs", "OpEntry", "OpRegistry", "OpSlot", "Ops", "bind_ops"]
 
 
 @dataclass
@@ -78,16 +54,16 @@ class OpEntry:
         if needs.device is not None and device.type != needs.device:
             return f"it needs a {needs.device.upper()} device, this is {device.type}"
         if needs.min_capability is not None and (device.capability or (0, 0)) < needs.min_capability:
-            return f"it needs capability {_dotted(needs.min_capability)}, this is {_dotted(device.capability)}"
+            return f"it needs capability {dotted(needs.min_capability)}, this is {dotted(device.capability)}"
         if needs.max_capability is not None and (device.capability or (0, 0)) > needs.max_capability:
-            return f"it needs at most capability {_dotted(needs.max_capability)}, this is {_dotted(device.capability)}"
+            return f"it needs at most capability {dotted(needs.max_capability)}, this is {dotted(device.capability)}"
         if needs.dtypes and dtype is not None and dtype not in needs.dtypes:
             return f"it computes in {' or '.join(needs.dtypes)}, not in {dtype}"
         if device.repeatable and not backend.repeatable:
             return "its results differ from run to run, and train.deterministic is true"
         for package in needs.packages:
             if not device.has(package):
-                return f"the package {package} is not installed or does not load"
+                return f"the package {package} is not installed"
         if not device.has(backend.module):
             return f"its module {backend.module} is not there"
         return None
@@ -97,19 +73,41 @@ class OpEntry:
         return [name for name in self.by_rank() if self.obstacle(name, device, dtype) is None]
 
     def resolve(self, name: str, device: Device, dtype: str | None = None) -> str:
-        """The backend for a name of the configuration; `auto` = the fastest that is available. ConfigError: unknown,
-        or why it is not available and what is."""
+        """The backend for a name of the configuration, as `choose`."""
+        return self.choose(name, device, dtype)[0]
+
+    def choose(self, name: str, device: Device, dtype: str | None = None) -> tuple[str, tuple[str, ...]]:
+        """(the backend for a name of the configuration, why faster ones were passed over). `auto` = the fastest that is
+        available and loads; only on a device that is here anything is loaded. ConfigError: unknown, or why it is not
+        available and what is, or does not load."""
+        if name != AUTO:
+            self._check(name, device, dtype)
+        failed: list[str] = []
+        for candidate in self.available(device, dtype) if name == AUTO else [name]:
+            if not device.loads:
+                return candidate, ()
+            try:
+                self.load(candidate, device)
+            except ConfigError as error:
+                failed.append(str(error))
+            else:
+                return candidate, tuple(failed)
+        said = "; ".join(failed) or f"nothing is available on {device}"
+        raise ConfigError(f"{SECTION}.{self.key}: {said}")
+
+    def _check(self, name: str, device: Device, dtype: str | None) -> None:
         if fault := self.fault(name):
             raise ConfigError(f"{SECTION}.{self.key}: {fault}")
-        found = self.available(device, dtype)
-        if name == AUTO:
-            return found[0]
         why = self.obstacle(name, device, dtype)
         if why is not None:
+            found = ", ".join(self.available(device, dtype))
             raise ConfigError(
-                f"{SECTION}.{self.key}: {name} is not available on {device}: {why}; available here: {', '.join(found)}"
+                f"{SECTION}.{self.key}: {name} is not available on {device}: {why}; available here: {found}"
             )
-        return name
+
+    def load(self, name: str, device: Device) -> Callable[..., Any]:
+        """The function of an available backend. ConfigError: what it needs does not load."""
+        return self.backends[name].load(repeatable=device.repeatable, capability=device.capability)
 
 
 class OpRegistry(Mapping[str, OpEntry]):
@@ -155,15 +153,24 @@ OPS = _built_in()
 register_backend = OPS.register
 
 
+class Choices(dict[str, str]):
+    """Operation -> backend. passed_over: operation -> why `auto` did not take faster ones, which do not load here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed_over: dict[str, tuple[str, ...]] = {}
+
+
 def resolve(
     names: Mapping[str, str], device: Device, dtype: str | None = None, ops: Mapping[str, OpEntry] = OPS
-) -> dict[str, str]:
+) -> Choices:
     """Operation -> backend on a device. names: key of the configuration -> name, `auto` where a key is missing;
     dtype: torch's name of the dtype that the model computes in, e.g. bfloat16. ConfigError: every fault, one a line."""
-    found, faults = {}, []
+    found, faults = Choices(), []
     for op, entry in ops.items():
         try:
-            found[op] = entry.resolve(names.get(entry.key, AUTO), device, dtype)
+            name = names.get(entry.key, AUTO)
+            found[op], found.passed_over[op] = entry.choose(name, device, dtype)
         except ConfigError as error:
             faults.append(str(error))
     if unknown := sorted(set(names) - {entry.key for entry in ops.values()}):
@@ -181,16 +188,19 @@ class OpSlot:
             raise RegistryError(f"no operation is called {op!r}{known_names(op, ops)}")
         self.op = op
         self.name: str | None = None
+        self.passed_over: tuple[str, ...] = ()
         self._entry = ops[op]
         self._function: Callable[..., Any] | None = None
 
     def bind(self, name: str, device: Device, dtype: str | None = None) -> OpSlot:
-        """Loads the backend; itself. RegistryError when another is bound; ConfigError when it is not available."""
+        """Loads the backend; itself. RegistryError when another is bound; ConfigError when it is not available or does
+        not load."""
         if self.name is not None and self.name != name:
             raise RegistryError(f"{self.op} is bound to {self.name} and cannot be bound to {name}; make another slot")
         if self._function is None:
-            self._function = self._entry.backends[self._entry.resolve(name, device, dtype)].load()
-            self.name = name
+            found = self._entry.resolve(name, device, dtype)
+            self._function = self._entry.load(found, device)
+            self.name = found
         return self
 
     @property
@@ -225,24 +235,25 @@ class Ops:
     router_statistics: OpSlot
 
     def describe(self) -> str:
-        """One line per operation: its name and the backend."""
+        """One line per operation: its name, the backend, and what `auto` passed over."""
         slots: list[OpSlot] = [getattr(self, f.name) for f in fields(self)]
         width = max(len(slot.op) for slot in slots)
-        return "\n".join(f"{slot.op:<{width}}  {slot.name}" for slot in slots)
+        notes = [f"  (passed over: {'; '.join(slot.passed_over)})" if slot.passed_over else "" for slot in slots]
+        return "\n".join(f"{slot.op:<{width}}  {slot.name}{note}" for slot, note in zip(slots, notes, strict=True))
 
 
 def bind_ops(
     resolved: Mapping[str, str], device: Device, dtype: str | None = None, ops: Mapping[str, OpEntry] = OPS
 ) -> Ops:
     """The bound operations. resolved: operation -> backend, from `resolve`."""
-    return Ops(**{f.name: OpSlot(f.name, ops).bind(resolved[f.name], device, dtype) for f in fields(Ops)})
+    slots = {f.name: OpSlot(f.name, ops).bind(resolved[f.name], device, dtype) for f in fields(Ops)}
+    if isinstance(resolved, Choices):
+        for op, why in resolved.passed_over.items():
+            slots[op].passed_over = why
+    return Ops(**slots)
 
 
 def eager_ops(device: object = "cpu") -> Ops:
     """Every operation by its reference, attention by sdpa. device: a torch device or its name."""
     names = {op: "sdpa" if op == "attention" else "eager" for op in OPS}
     return bind_ops(names, Device(str(device).partition(":")[0]))
-
-
-def _dotted(capability: tuple[int, int] | None) -> str:
-    return "none" if capability is None else ".".join(map(str, capability))

@@ -91,7 +91,7 @@ def shard_experts(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> set[nn.Pa
             mp_policy=precision_policy(config.mixed_precision),
             offload_policy=offload_policy(config, mesh.device),
         )
-        sum_gradients(wrapped)
+        sum_gradients(wrapped, shards.size())
     return left
 
 

@@ -38,10 +38,11 @@ def offload_policy(config: FsdpConfig, device: torch.device) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload else OffloadPolicy()
 
 
-def sum_gradients(wrapped: FSDPModule) -> None:
+def sum_gradients(wrapped: FSDPModule, ranks: int) -> None:
     """Gradients are summed over ranks, not averaged: the loss is divided by what the whole step has, see
-    `train.loss.step_scale`."""
-    wrapped.set_gradient_divide_factor(1.0)
+    `train.loss.step_scale`. ranks: that hold its shards."""
+    if ranks > 1:  # for one alone it is 1 anyway, and given one torch copies the gradients once more
+        wrapped.set_gradient_divide_factor(1.0)
     # else a reduction that multiplies, which gloo lacks
     wrapped.set_force_sum_reduction_for_comms(True)
 
@@ -79,7 +80,7 @@ def apply_fsdp(
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            sum_gradients(module)
+            sum_gradients(module, mesh.shards.size())
     if config.forward_prefetch:
         _prefetch(blocks)
     return root

@@ -11,7 +11,7 @@ import torch
 from tests.train.data.loading import clip_sample, omni_assets
 from train.data.batch import Batch, BatchPlace
 from train.data.collate import COLLATE_INFO, Collator, DataCollateInfo, DecodeError, shift_labels
-from train.data.device import DevicePrefetcher, make_features
+from train.data.device import Destination, DevicePrefetcher, make_features
 from train.data.features import frames_to_patches, log_mel
 from train.data.route import RouteSpec
 from train.data.sample import TrainSample
@@ -153,7 +153,7 @@ def test_batches_travel_and_move(samples: list[TrainSample]) -> None:
 
 def test_the_prefetcher_keeps_the_order_and_makes_features(samples: list[TrainSample]) -> None:
     batches = [collate([sample])[0] for sample in samples]
-    prefetcher = DevicePrefetcher(iter(batches), CPU, omni_assets(), depth=2)
+    prefetcher = DevicePrefetcher(iter(batches), Destination(CPU), omni_assets(), depth=2)
     found = list(prefetcher)
     assert [batch.keys for batch in found] == [batch.keys for batch in batches]
     for made, batch in zip(found, batches, strict=True):
@@ -168,7 +168,7 @@ def test_an_error_of_the_source_is_raised_where_its_batch_was_due(samples: list[
         yield collate(samples[:1])[0]
         raise OSError("no more")
 
-    prefetcher = DevicePrefetcher(source(), CPU, omni_assets(), depth=1)
+    prefetcher = DevicePrefetcher(source(), Destination(CPU), omni_assets(), depth=1)
     assert next(prefetcher).keys == ["clip0"]
     for _ in range(2):
         with pytest.raises(OSError, match="no more"):
@@ -179,7 +179,7 @@ def test_an_error_of_the_source_is_raised_where_its_batch_was_due(samples: list[
 def test_closing_ends_a_prefetcher_that_nobody_reads(samples: list[TrainSample]) -> None:
     (batch,) = collate(samples[:1])
     endless: Iterator[Batch] = iter(lambda: batch, None)
-    prefetcher = DevicePrefetcher(endless, CPU, omni_assets(), depth=1)
+    prefetcher = DevicePrefetcher(endless, Destination(CPU), omni_assets(), depth=1)
     next(prefetcher)
     prefetcher.close()
     assert not prefetcher._thread.is_alive()

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from train.data.batch import Batch, BatchPlace, SoundSamples, VisionPixels
-from train.data.device import DevicePrefetcher, make_features
+from train.data.device import Destination, DevicePrefetcher, make_features
 from train.data.processor import ProcessorAssets, SoundSpec, VisionSpec
 from train.data.route import make_route
 
@@ -70,11 +72,46 @@ def test_features_are_those_of_the_pictures_and_the_sound() -> None:
         make_features(batch, replace(ASSETS, sound=None))
 
 
+def test_features_in_the_dtype_of_the_model_are_those_rounded_once() -> None:
+    wanted = make_features(make_batch(3), ASSETS)
+    prefetcher = DevicePrefetcher(iter([make_batch(3)]), Destination(torch.device("cpu"), torch.bfloat16), ASSETS, 1)
+    (batch,) = prefetcher
+    prefetcher.close()
+    found = batch.features
+    assert found is not None and found.patches.dtype == found.mel.dtype == torch.bfloat16
+    assert torch.equal(found.patches, wanted.patches.bfloat16()) and torch.equal(found.mel, wanted.mel.bfloat16())
+    assert (found.grids, found.mel_lengths) == (wanted.grids, wanted.mel_lengths)
+
+
 def test_raw_media_can_be_kept_instead_of_features() -> None:
-    prefetcher = DevicePrefetcher(iter([make_batch(0)]), torch.device("cpu"), ASSETS, 1, features=False)
+    prefetcher = DevicePrefetcher(iter([make_batch(0)]), Destination(torch.device("cpu")), ASSETS, 1, features=False)
     (batch,) = prefetcher
     assert batch.features is None and len(batch.pixels)
     prefetcher.close()
+
+
+def test_the_thread_works_on_its_own_gpu_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it asks for a batch, as the thread that pins memory takes over the GPU; on GPU 0, where threads begin,
+    leaving the stream of another would open a context of half a gigabyte."""
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    class Moved:
+        def to(self, device: torch.device) -> Moved:
+            calls.append(("moved to", device))
+            return self
+
+    def source() -> Iterator[Batch]:
+        calls.append("asked")
+        yield cast(Batch, Moved())
+
+    device, stream = torch.device("cuda:1"), SimpleNamespace(record_event=lambda: None)
+    destination = Destination(device, stream=cast(torch.cuda.Stream, stream))
+    prefetcher = DevicePrefetcher(source(), destination, ASSETS, 1, features=False)
+    assert len(list(prefetcher)) == 1
+    prefetcher.close()
+    assert calls == [device, "asked", ("moved to", device)]
 
 
 @pytest.mark.gpu
@@ -89,7 +126,7 @@ def test_a_gpu_gets_what_a_cpu_gets_while_it_works() -> None:
         for number in range(count):
             yield make_batch(number).pin_memory()
 
-    prefetcher = DevicePrefetcher(source(), device, ASSETS, depth=2)
+    prefetcher = DevicePrefetcher(source(), Destination.on(device), ASSETS, depth=2)
     load = torch.randn(4096, 4096, device=device)
     kept = []
     for batch in prefetcher:

@@ -377,7 +377,7 @@ def test_the_end_does_not_wait_for_a_batch_in_the_making(monkeypatch: pytest.Mon
         yield from ()
 
     monkeypatch.setattr(device, "_CLOSE_S", 0.01)
-    prefetcher = device.DevicePrefetcher(slowly(), torch.device("cpu"), omni_assets(), 1)
+    prefetcher = device.DevicePrefetcher(slowly(), device.Destination(torch.device("cpu")), omni_assets(), 1)
     assert asked.wait(60)
     prefetcher.close()
     assert prefetcher._thread.is_alive()

@@ -30,6 +30,7 @@ TURING = Device("cuda", (7, 5), HERE)
 AMPERE = Device("cuda", (8, 0), HERE | {"flash_attn"})
 HOPPER = Device("cuda", (9, 0), HERE)
 HOPPER_ALL = Device("cuda", (9, 0), HERE | {"flash_attn", "flash_attn_interface"})
+HOPPER_TWO = Device("cuda", (9, 0), HERE | {"flash_attn.flash_attn_interface"})
 BLACKWELL_ALL = Device("cuda", (10, 0), HERE | {"flash_attn", "flash_attn_interface"})
 ATTENTION = OPS["attention"]
 
@@ -69,8 +70,9 @@ def test_auto_on_a_cpu() -> None:
         (HOPPER, "bfloat16", ["cudnn", "torch_varlen", "triton", "flex_attention", "sdpa", "eager"]),
         (replace(HOPPER, repeatable=True), "bfloat16", ["torch_varlen", "triton", "flex_attention", "sdpa", "eager"]),
         (HOPPER, "float32", ["flex_attention", "sdpa", "eager"]),
-        (HOPPER_ALL, "bfloat16", ["flash_attention_4", "flash_attention_3", "flash_attention_2"]),
-        (BLACKWELL_ALL, None, ["flash_attention_4", "flash_attention_2", "cudnn", "torch_varlen"]),
+        (HOPPER_ALL, "bfloat16", ["flash_attention_4", "flash_attention_3", "cudnn", "flash_attention_2"]),
+        (BLACKWELL_ALL, None, ["flash_attention_4", "cudnn", "flash_attention_2", "torch_varlen"]),
+        (HOPPER_TWO, "bfloat16", ["cudnn", "flash_attention_2", "torch_varlen"]),
     ],
     ids=str,
 )
@@ -111,7 +113,7 @@ def test_operations_of_one_key_have_the_same_backends() -> None:
         ),
         ("attn", "flash_attention_3", TURING, None, "on cuda of capability 7.5: it needs capability 9.0, this is 7.5"),
         ("attn", "flash_attention_3", BLACKWELL_ALL, None, "it needs at most capability 9.9, this is 10.0"),
-        ("attn", "flash_attention_4", HOPPER, None, "the package flash_attn.cute is not installed or does not load"),
+        ("attn", "flash_attention_4", HOPPER, None, "the package flash_attn.cute is not installed; available here"),
         ("attn", "torch_varlen", HOPPER, "float32", "it computes in bfloat16 or float16, not in float32"),
         ("attn", "flash_attention_4", CPU, None, "available here: sdpa, eager"),
         ("moe", "fused_triton", TURING, None, "needs capability 8.0, this is 7.5; available here: grouped_mm, eager"),

@@ -1,0 +1,71 @@
+"""What `omniloom train run` does around a training of one rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from schemas.errors import OmniloomError, StoppedError
+from tests.train.tiny import omni_config
+from train.config import OmniConfig
+from train.run_cli import ALLOCATOR, run_rank
+
+
+class Ends:
+    """A trainer whose training ends like this, at once."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.environment: dict[str, str] = {}
+
+    def train(self) -> None:
+        self.environment = {name: value for name, value in os.environ.items() if name in ALLOCATOR}
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OmniConfig:
+    for name in ALLOCATOR:  # set first, so that monkeypatch knows what to put back
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return omni_config(tmp_path, [{"path": "clips", "name": "clips"}])
+
+
+@pytest.mark.parametrize(
+    ("error", "left"), [(None, False), (StoppedError("stopped"), False), (OmniloomError("no memory"), True)]
+)
+def test_the_group_is_left_unless_a_rank_failed(
+    config: OmniConfig, monkeypatch: pytest.MonkeyPatch, error: Exception | None, left: bool
+) -> None:
+    """NCCL complains of a group that nobody left; after a failure leaving it would wait for ranks that are gone."""
+    trainer = Ends(error)
+    monkeypatch.setattr("train.trainer.make_trainer", lambda settings: trainer)
+    try:
+        if error is None:
+            run_rank(config)
+        else:
+            with pytest.raises(type(error)):
+                run_rank(config)
+        assert dist.is_initialized() == left
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("chosen", [None, *ALLOCATOR])
+def test_segments_grow_unless_the_user_chose(
+    config: OmniConfig, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    if chosen is not None:
+        monkeypatch.setenv(chosen, "max_split_size_mb:512")
+    trainer = Ends(None)
+    monkeypatch.setattr("train.trainer.make_trainer", lambda settings: trainer)
+    run_rank(config)
+    default = {ALLOCATOR[0]: "expandable_segments:True"}
+    assert trainer.environment == (default if chosen is None else {chosen: "max_split_size_mb:512"})
