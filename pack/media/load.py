@@ -83,7 +83,8 @@ def load_image(source: FileSource | BytesSource, config: PackConfig) -> tuple[by
 
 
 def split_spans(source: Source, config: PackConfig) -> list[Source]:
-    """The source itself, or its spans of video.split_s seconds when it is longer. The last may be shorter."""
+    """The source itself, or its spans of video.split_s seconds when its picture is longer. The last may be shorter, or
+    longer by what sound there is behind the last picture."""
     split_s = config.video.split_s
     if split_s is None or not isinstance(source, FileSource):
         return [source]
@@ -96,7 +97,9 @@ def split_spans(source: Source, config: PackConfig) -> list[Source]:
         whole_s = max((e for e in ends if e is not None), default=probed.zero_s) - probed.zero_s
         start_s, length_s = _span(source)
         end_s = min(whole_s, start_s + length_s)
-        count = max(1, math.ceil((end_s - start_s - SHORTEST_SPAN_S) / split_s))
+        # Every span has a picture of its own: sound behind the last picture belongs to the last span.
+        seen_s = min(FrameLoader(probed, config, probed.zero_s, math.inf, 0).picture_end_s(), end_s)
+        count = max(1, math.ceil((seen_s - start_s - SHORTEST_SPAN_S) / split_s))
         if count == 1:
             return [source]
         cuts = [*(start_s + k * split_s for k in range(count)), end_s]
@@ -145,16 +148,25 @@ def _load_clip(probed: Probe, source: FileSource | BytesSource, config: PackConf
         track = _sound_track(probed, zero_s, length_s, config)
     else:
         track = None
-    if track is None and config.rows.missing_audio == "reject":
-        raise RowError("no_audio", f"{probed.uri}: no sound, and rows.missing_audio is reject", "audio")
-    loader = FrameLoader(probed, config, zero_s, length_s, _expected_tokens(probed, track, start_s, length_s))
+    if track is None:
+        _check_missing_audio(probed, config)
+    tokens = _expected_tokens(probed, track, start_s, length_s)
+    asked = (source.start_s, source.end_s) if isinstance(source, FileSource) else (None, None)
+    loader = FrameLoader(probed, config, zero_s, length_s, tokens, asked)
     frames = loader.load(track)
     _check_truncated(probed, config)
     sound = None
     if track is not None:
         sound = _encode_track(track, probed, loader.sound_errors, source, start_s, config)
+    if sound is None:
+        _check_missing_audio(probed, config)  # a track without a sample in the span
     meta = _video_meta(probed, frames, source, start_s, config, sound[1] if sound else None)
     return PackedVideo(frames.blobs, sound[0] if sound else None), meta
+
+
+def _check_missing_audio(probed: Probe, config: PackConfig) -> None:
+    if config.rows.missing_audio == "reject":
+        raise RowError("no_audio", f"{probed.uri}: no sound, and rows.missing_audio is reject", "audio")
 
 
 def _check_truncated(probed: Probe, config: PackConfig) -> None:

@@ -63,13 +63,21 @@ class FrameLoader:
     """Takes frames of one span of a probed file.
 
     zero_s: container time of t = 0; length_s: of the span (inf = to the end); sound_tokens: what the clip's sound takes
-    of video.max_tokens.
+    of video.max_tokens; asked: start and end of the span in s, as they were asked for.
     """
 
-    def __init__(self, probe: Probe, config: PackConfig, zero_s: float, length_s: float, sound_tokens: int) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        config: PackConfig,
+        zero_s: float,
+        length_s: float,
+        sound_tokens: int,
+        asked: tuple[float | None, float | None] = (None, None),
+    ) -> None:
         assert probe.video is not None and probe.video.head is not None
         self._probe, self._config, self._head = probe, config.video, probe.video.head
-        self._zero_s, self._length_s, self._sound_tokens = zero_s, length_s, sound_tokens
+        self._zero_s, self._length_s, self._sound_tokens, self._asked = zero_s, length_s, sound_tokens, asked
         self.sound_errors = 0
         self._size_changed = False
         self._interlaced = probe.video.interlaced and self._config.sampling == "time_grid"
@@ -106,6 +114,21 @@ class FrameLoader:
         ticks = np.sort(ticks)
         return ticks[ticks >= round(video.first_s / video.time_base)]
 
+    def picture_end_s(self) -> float:
+        """When the last picture ends on the clip's clock, by the packets alone; inf where they have no times. A span that
+        starts before it has a picture. By number (`qwen`) only one that starts before the last picture has."""
+        ticks = self._trusted_ticks()
+        if ticks is None or not len(ticks):
+            pts = np.asarray(self._probe.video.packets.pts)  # type: ignore[union-attr]
+            times = np.sort(pts[~np.isnan(pts)])
+        else:
+            times = ticks * self._probe.video.time_base  # type: ignore[union-attr]
+        if not len(times):
+            return math.inf
+        if self._config.sampling == "qwen":
+            return (len(times) - 1) / self._average_rate(times)
+        return self._video_end(times - self._zero_s)
+
     def _decoder(self) -> ClipDecoder:
         return ClipDecoder(self._probe, deinterlace=self._interlaced)
 
@@ -131,7 +154,9 @@ class FrameLoader:
         plan = None
         if ticks is not None and not self._interlaced:
             plan = plan_decoding(self._probe, {int(ticks[i]) for i in wanted})
-        first_s, last_s = float(times[choice.index[0]]), min(end_s, float(times[choice.index[-1]]) + 1.0)
+        first_s, last_s = float(times[choice.index[0]]), float(times[choice.index[-1]]) + 1.0
+        if self._config.sampling != "qwen":  # whose spans are of numbers, and may be shown behind the end of the span
+            last_s = min(last_s, end_s)
         until_s = self._zero_s + (max(last_s, self._length_s) if math.isfinite(self._length_s) else math.inf)
         decoder.run(sink, sound, plan, self._zero_s + min(first_s, 0.0), until_s)
         self.sound_errors += decoder.sound_errors
@@ -180,7 +205,7 @@ class FrameLoader:
 
     def _choose(self, times: Times, end_s: float) -> tuple[Choice, tuple[int, int]]:
         if self._config.sampling == "qwen":
-            choice = self._qwen_choice(times, end_s)
+            choice = self._qwen_choice(times)
             return choice, self._size(len(choice.index))
         config = self._config
         grid = choose_grid(end_s, source_rate(times), config.fps, config.min_frames, config.max_frames)
@@ -188,15 +213,20 @@ class FrameLoader:
         flags = ["fps_raised"] * grid.raised + ["fps_lowered"] * grid.lowered
         return Choice(on_screen(times, grid.times), grid.times, grid.fps, tuple(flags)), size
 
-    def _qwen_choice(self, times: Times, end_s: float) -> Choice:
-        """The pictures that qwen-omni-utils takes: evenly spread by number, an even count."""
+    def _qwen_choice(self, times: Times) -> Choice:
+        """The pictures that qwen-omni-utils takes: evenly spread by number, an even count. A span is of numbers, too:
+        its times times the average rate, whenever these pictures are shown."""
         config, first, count = self._config, 0, len(times)
         rate = self._average_rate(times)
-        if math.isfinite(self._length_s) or times[0] < 0:
-            start_s = -float(times[0])
-            first = math.ceil(min(max(start_s, 0.0), count / rate) * rate)
-            last = min(math.floor(min(start_s + end_s, count / rate) * rate), count - 1)
+        start_s, stop_s = self._asked
+        if start_s is not None or stop_s is not None:
+            whole_s = count / rate
+            first = math.ceil(min(max(start_s or 0.0, 0.0), whole_s) * rate)
+            last = count - 1 if stop_s is None else min(math.floor(min(max(stop_s, 0.0), whole_s) * rate), count - 1)
             count = last - first + 1
+        if count < 1:
+            text = f"no picture in the asked span, by the average rate of {rate:g}/s"
+            raise RowError("empty_span", f"{self._probe.uri}: {text}", "video")
         if count < QWEN_MIN_FRAMES:
             return Choice(np.zeros(1, np.int64) + first, np.zeros(1), config.fps, ("still",))
         num_frames = smart_nframes(count, rate, config.fps, config.min_frames, config.max_frames)

@@ -8,6 +8,7 @@ import av
 import numpy as np
 import pytest
 
+from schemas.errors import RowError
 from schemas.geometry import smart_nframes
 from tests.media_factory import make_clip
 from tests.pack.media.loading import clip
@@ -82,3 +83,54 @@ def test_spans_take_the_same_pictures(source):
     frames, _, _ = clip(source, (start, end), sampling="qwen", resize="model", min_frames=4)
     assert np.array_equal(frames, expected.permute(0, 2, 3, 1).numpy())
     assert "decord" in sys.modules, "the reader that qwen-omni-utils took"
+
+
+def make_uneven(path, late_s=0.0, hole_s=0.0):
+    """A video of 25 pictures/s and 5 s whose first picture comes behind the first sound, with a hole after 2 s."""
+    with av.open(str(path), "w") as container:
+        sound = container.add_stream("pcm_s16le", rate=16000, layout="mono")
+        noise = av.AudioFrame.from_ndarray(np.zeros((1, 6 * 16000), np.int16), "s16", "mono")
+        noise.rate, noise.pts, noise.time_base = 16000, 0, Fraction(1, 16000)
+        stream = container.add_stream("libx264", rate=25, options={"preset": "ultrafast", "bf": "0"})
+        stream.width, stream.height, stream.pix_fmt, stream.time_base = 160, 128, "yuv420p", Fraction(1, 1000)
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for number in range(125):
+            shade = np.full((128, 160, 3), 2 * number, np.uint8)
+            shade[:, : number + 8] //= 2
+            picture = av.VideoFrame.from_ndarray(shade, "rgb24")
+            picture.pts = round(1000 * (late_s + number / 25 + (hole_s if number >= 50 else 0.0)))
+            picture.time_base = Fraction(1, 1000)
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode(None))
+        container.mux(sound.encode(noise))
+        container.mux(sound.encode(None))
+    return path
+
+
+UNEVEN = {
+    "even": {},
+    "a late start": {"late_s": 0.7},
+    "a hole": {"hole_s": 2.0},
+    "both": {"late_s": 0.7, "hole_s": 2.0},
+}
+SPANS = [(1.3, 3.9), (1.0, 3.0), (2.0, 4.0), (1.1, 2.3), (0.7, 2.2), (3.0, None), (None, 2.3), (2.3, 4.7)]
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_spans_are_counted_in_pictures(tmp_path, kind):
+    """By their number and the average rate alone, as qwen-omni-utils does, whenever they are shown."""
+    path = make_uneven(tmp_path / "a.mkv", **UNEVEN[kind])
+    for start, end in SPANS:
+        span = {name: t for name, t in (("video_start", start), ("video_end", end)) if t is not None}
+        asked = {"video": str(path), "fps": 2.0, **span}
+        expected, rate = fetch_video(asked, image_patch_size=16, return_video_sample_fps=True)
+        frames, _, meta = clip(path, (start, end), sampling="qwen", resize="model", min_frames=4)
+        assert meta.video_fps == pytest.approx(rate, rel=1e-12), (start, end)
+        assert np.array_equal(frames, expected.permute(0, 2, 3, 1).numpy()), (start, end)
+
+
+def test_a_span_behind_the_last_picture_is_empty(tmp_path):
+    path = make_uneven(tmp_path / "a.mkv", hole_s=2.0)
+    with pytest.raises(RowError) as found:  # pictures are shown there, and none is counted there
+        clip(path, (6.9, 7.0), sampling="qwen", resize="model", min_frames=4)
+    assert found.value.reason == "empty_span"
