@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import av
@@ -92,7 +93,10 @@ class ClipDecoder:
         self._probe, self._deinterlace = probe, deinterlace
         self.errors = self.sound_errors = self.num_pictures = 0
         self._graph: Graph | None = None
+        self._graph_shape: tuple[int, int, str] | None = None
+        self._video_base: Fraction | None = None
         self._last_s = float("-inf")
+        self._sound_end_s: float | None = None  # of the last frame that was decoded
 
     def run(
         self,
@@ -111,18 +115,20 @@ class ClipDecoder:
             return
         container = open_container(self._probe.path, self._probe.uri)
         try:
-            first = self._seek(container, plan, video, from_s) if self._may_seek(plan, video, from_s) else 0
+            first = self._seek(container, plan, video, audio, from_s) if self._may_seek(plan, video, from_s) else 0
             if first is None:  # the container does not seek where its index says
                 container.close()
                 container = open_container(self._probe.path, self._probe.uri)
             streams = [container.streams[i.index] for i in chosen]
+            self._video_base = container.streams[video.index].time_base if video is not None else None
             decoders = {s.index: video_decoder(s) if s.type == "video" else s.codec_context for s in streams}
             for decoder in decoders.values():
                 decoder.thread_count = 1
+            counted = set() if audio is None else set(np.flatnonzero(audio.packets.counted()).tolist())
             with damage_log() as log:
                 for packet, number in self._packets(container, streams, video, first or 0, until_s):
                     if audio is not None and packet.stream_index == audio.index:
-                        self._sound(decoders[audio.index], packet, sound, log)
+                        self._sound(decoders[audio.index], packet, sound, log, number in counted)
                     else:
                         self._planned(decoders[packet.stream_index], packet, number, plan, picture_sink, log)
                 if video is not None:
@@ -152,15 +158,26 @@ class ClipDecoder:
                 yield packet, number
 
     def _mend_time(self, packet: av.Packet, info: StreamInfo, number: int) -> None:
-        """Gives a packet the time that the table has for it: none when it was damaged, shifted in a later epoch."""
+        """Gives a packet the time that the table has for it: shifted in a later epoch, and when it was damaged the
+        mended one or none."""
         if number in info.packets.strays:
-            packet.pts = packet.dts = None
+            time = info.packets.pts[number]
+            packet.pts, packet.dts = None if np.isnan(time) else round(time / info.time_base), None
+            return
         if len(self._probe.offsets) > 1 and number < len(info.packets.epoch):
             shift = round(self._probe.offsets[int(info.packets.epoch[number])] / info.time_base)
             packet.pts = None if packet.pts is None else packet.pts + shift
             packet.dts = None if packet.dts is None else packet.dts + shift
 
-    def _sound(self, decoder: Any, packet: av.Packet | None, sound: SoundTrack | None, log: list[Any]) -> None:
+    def _sound(
+        self,
+        decoder: Any,
+        packet: av.Packet | None,
+        sound: SoundTrack | None,
+        log: list[Any],
+        counted: bool = False,
+    ) -> None:
+        """Decodes a sound packet. counted: the packet has no time of its own."""
         audio, logged = self._probe.audio, len(log)
         assert audio is not None and sound is not None
         try:
@@ -171,7 +188,11 @@ class ClipDecoder:
         self.sound_errors += complained(log, logged)
         for frame in frames:
             base = float(frame.time_base or 0) or audio.time_base  # frames of a drained decoder have no time base
-            sound.add(frame, None if frame.pts is None else frame.pts * base)
+            time_s = None if frame.pts is None else frame.pts * base
+            if counted and sound.format_changed:
+                time_s = self._sound_end_s  # libavformat has counted on at the old rate
+            sound.add(frame, time_s)
+            self._sound_end_s = None if time_s is None else time_s + frame.samples / frame.sample_rate
 
     def _planned(
         self,
@@ -226,13 +247,19 @@ class ClipDecoder:
         if not self._deinterlace:
             yield frame
             return
+        shape = (frame.width, frame.height, frame.format.name)
+        if self._graph is not None and shape != self._graph_shape:  # the filter takes pictures of one shape
+            self._graph.vpush(None)
+            yield from self._pull()
+            self._graph = None
         if self._graph is None:
-            self._graph = Graph()
+            self._graph, self._graph_shape = Graph(), shape
             source = self._graph.add_buffer(
-                width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
+                width=frame.width, height=frame.height, format=frame.format, time_base=self._video_base
             )
             bwdif = self._graph.add("bwdif", "mode=send_frame:parity=auto:deint=interlaced")
             self._graph.link_nodes(source, bwdif, self._graph.add("buffersink")).configure()
+        frame.time_base = self._video_base  # those of a drained decoder have none
         self._graph.vpush(frame)
         yield from self._pull()
 
@@ -263,26 +290,64 @@ class ClipDecoder:
             and (video is None or plan is not None)
         )
 
-    def _seek(self, container: Any, plan: DecodePlan | None, video: StreamInfo | None, from_s: float) -> int | None:
+    def _seek(
+        self,
+        container: Any,
+        plan: DecodePlan | None,
+        video: StreamInfo | None,
+        audio: StreamInfo | None,
+        from_s: float,
+    ) -> int | None:
         """Goes to the packets that are needed for from_s; returns the number of the video packet that comes first, None
-        when that is one too late or unknown."""
+        when it or the sound that comes first is one too late or unknown."""
         target_s = from_s - SOUND_PREROLL_S
+        sound = None if audio is None else first_sound(audio, target_s)
         if video is None or plan is None:
-            container.seek(int(target_s * av.time_base))
-            return 0
-        if plan.first >= len(plan.use):
+            return 0 if audio is None or sound is None or seek_sound(container, audio, sound, target_s) else None
+        entry = plan.first
+        if entry >= len(plan.use):
             return None
+        if audio is not None and sound is not None and "matroska" in self._probe.container:
+            # Sound may be written long before the pictures of its time. (An MP4 is sought track by track.)
+            before = np.asarray(video.packets.position[: entry + 1]) <= audio.packets.position[sound]
+            entries = np.flatnonzero(before & np.asarray(video.packets.keyframe[: entry + 1]))
+            if not len(entries):
+                return None
+            entry = int(entries[-1])
         ticks = picture_ticks(video)
-        target = min(int(ticks[plan.first]), round(target_s / video.time_base))
+        target = min(int(ticks[entry]), round(target_s / video.time_base))
         stream = container.streams[video.index]
         container.seek(target, stream=stream)
         packet = next(packets_of(container, [stream]), None)
         time = None if packet is None else packet.pts
         here = np.zeros(0, np.int64) if time is None else np.flatnonzero(ticks == time)
-        if len(here) != 1 or here[0] > plan.first:
+        if len(here) != 1 or here[0] > entry:
             return None
         container.seek(target, stream=stream)
         return int(here[0])
+
+
+def first_sound(audio: StreamInfo, time_s: float) -> int | None:
+    """The number of the first sound packet that lasts beyond time_s, None when there is none."""
+    ends = np.asarray(audio.packets.pts) + np.asarray(audio.packets.duration)
+    behind = np.flatnonzero(ends > time_s)
+    return int(behind[0]) if len(behind) else None
+
+
+def seek_sound(container: Any, audio: StreamInfo, number: int, time_s: float) -> bool:
+    """Goes to where sound packet `number` is still to come, which is at time_s or so; False when that fails. Seeking
+    goes by the pictures of a file, and its sound may be written some seconds earlier."""
+    stream, wanted_s = container.streams[audio.index], audio.packets.pts[number]
+    for _ in range(2):
+        container.seek(int(time_s * av.time_base))
+        packet = next(packets_of(container, [stream]), None)
+        if packet is not None and packet.pts is not None:
+            late_s = packet.pts * audio.time_base - wanted_s
+            if late_s < audio.time_base:
+                container.seek(int(time_s * av.time_base))
+                return True
+            time_s -= late_s + SOUND_PREROLL_S
+    return False
 
 
 def complained(log: list[Any], start: int) -> bool:

@@ -233,7 +233,6 @@ def _encode_track(
 def _sound_flags(
     track: SoundTrack, samples: NDArray[np.int16], probed: Probe, audio: StreamInfo, errors: int
 ) -> list[str]:
-    in_mov = bool(MOV_FORMATS & set(probed.container.split(",")))
     found = {
         "silent": is_silent(samples),
         "clipped": track.clipped,
@@ -242,7 +241,7 @@ def _sound_flags(
         "rate_changed": track.format_changed,
         "missing_media": bool(track.gaps_s),
         "decode_errors": errors > 0,
-        "priming_kept": audio.codec in PRIMED_CODECS and not in_mov and not audio.has_skip_data,
+        "priming_kept": audio.codec in PRIMED_CODECS and not audio.has_skip_data,
         "several_tracks": len(probed.audio_tracks) > 1,
         "truncated": probed.truncated,
         "clock_jump": len(probed.offsets) > 1,

@@ -6,7 +6,6 @@ jumps of the timestamps and whether the file is cut short. Reading it costs abou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +15,11 @@ import numpy as np
 from av.error import FFmpegError
 from numpy.typing import NDArray
 
+from pack.media.epochs import follow_epochs
 from pack.media.picture import HLG, PQ, Orientation, orientation_of
-from pack.media.timeline import epoch_numbers, epoch_offsets, stray_times
+from pack.media.strays import mend_ends
+from pack.media.timeline import Times, misplaced_times, stray_times
+from pack.media.truncation import flv_states_duration, is_truncated
 from schemas.errors import RowError
 
 # Demuxers that open other files, listen to the network or take any text for media.
@@ -29,16 +31,15 @@ COUNTED_FORMATS = {"mp3", "aac", "adts", "wav", "w64", "flac", "aiff", "au", "am
 RAW_VIDEO = {"h264", "hevc", "vvc", "m4v", "mpegvideo", "av1", "obu"}
 # Decoders that keep the transparency which the built-in ones drop.
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-MAX_REORDER = 17  # a picture is shown at most this many pictures after it is decoded
-MIN_REORDER_S = 1.0
-TRUNCATED_S = 0.3
-TRUNCATED_SHARE = 0.01
+# Their demuxers hand a packet over when the next one of its stream begins, far behind others perhaps.
+LATE_FORMATS = {"mpegts", "mpeg"}
 
 
 @dataclass
 class PacketTable:
     """Packets of one stream in file order; times in container seconds, NaN where the container has none.
 
+    position: where a packet is in the file, against the packets of other streams. discard: an edit list leaves it out.
     The times of later epochs are shifted to follow those of the first. strays: packets whose time was damaged.
     """
 
@@ -48,6 +49,7 @@ class PacketTable:
     keyframe: list[bool] = field(default_factory=list)
     discard: list[bool] = field(default_factory=list)
     empty: list[bool] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
     corrupt: int = 0
     strays: set[int] = field(default_factory=set)
     epoch: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -55,7 +57,7 @@ class PacketTable:
     def __len__(self) -> int:
         return len(self.pts)
 
-    def add(self, packet: av.Packet, time_base: float) -> None:
+    def add(self, packet: av.Packet, time_base: float, position: int) -> None:
         nan = float("nan")
         self.pts.append(nan if packet.pts is None else packet.pts * time_base)
         self.dts.append(nan if packet.dts is None else packet.dts * time_base)
@@ -63,22 +65,34 @@ class PacketTable:
         self.keyframe.append(packet.is_keyframe)
         self.discard.append(packet.is_discard)
         self.empty.append(packet.size == 0)
+        self.position.append(position)
         self.corrupt += packet.is_corrupt
 
     def drop_outliers(self) -> None:
         """Takes the time from packets whose time was damaged: it fits neither the packet before nor the ones behind."""
-        pts, dts = np.asarray(self.pts), np.asarray(self.dts)
-        steps = np.diff(dts[~np.isnan(dts)])
-        reorder_s = max(MIN_REORDER_S, MAX_REORDER * float(np.median(steps)) if len(steps) else 0.0)
-        bad = stray_times(dts) | (np.abs(pts - dts) > reorder_s)
+        pts, dts, counted = np.asarray(self.pts), np.asarray(self.dts), self.counted()
+        left_out = np.asarray(self.discard, bool)
+        bad = stray_times(np.where(left_out | counted, np.nan, dts))
+        bad |= misplaced_times(pts, np.where(left_out | bad, np.nan, dts))
+        # What is dated from damaged ones is damaged, too.
+        bad = bad[np.maximum.accumulate(np.where(counted, 0, np.arange(len(bad))))]
         if bad.any():
-            self.strays = {int(i) for i in np.flatnonzero(bad)}
+            self.strays |= {int(i) for i in np.flatnonzero(bad)}
             self.pts = list(np.where(bad, np.nan, pts))
             self.dts = list(np.where(bad, np.nan, dts))
 
+    def counted(self) -> NDArray[np.bool_]:
+        """Which packets have no time of their own: they share a PES packet with the one before, and libavformat counts
+        their times from its, at the sample rate that the stream began with."""
+        return np.diff(self.position, prepend=-1) == 0
+
+    def shown(self) -> Times:
+        """Presentation times, NaN for packets without one and for those that an edit list leaves out."""
+        return np.where(self.discard, np.nan, np.asarray(self.pts, np.float64))
+
     def end_s(self) -> float | None:
         """The latest end of a packet, None when no packet has a time."""
-        ends = np.asarray(self.pts) + np.asarray(self.duration)
+        ends = self.shown() + np.asarray(self.duration)
         return None if np.all(np.isnan(ends)) else float(np.nanmax(ends))
 
 
@@ -204,12 +218,15 @@ def probe(path: str, uri: str, want_video: bool, audio_index: int | None = None)
         infos = {s.index: _stream_info(container, s) for s in (video, audio) if s is not None}
         faults: list[str] = []
         last_s = _read_packets(container, [s for s in (video, audio) if s is not None], infos, faults)
-        offsets, zero_s = _follow_epochs(list(infos.values()))
+        if "mov" not in container.format.name.split(","):  # whose times are sums of steps, which edit lists cut up
+            mend_ends(list(infos.values()), _declared_end(path, container))
+        _end_of_edits(container, list(infos.values()))
+        offsets, zero_s = follow_epochs(list(infos.values()), _timeline_end(container))
         video_info = infos.get(video.index) if video is not None else None
         audio_info = infos.get(audio.index) if audio is not None else None
         return Probe(
             path, uri, container.format.name, video_info, audio_info, tracks, num_video,
-            bool(faults) or _is_truncated(path, container, list(infos.values()), last_s), offsets, zero_s,
+            bool(faults) or is_truncated(path, container, list(infos.values()), last_s), offsets, zero_s,
         )  # fmt: skip
     finally:
         container.close()
@@ -236,14 +253,16 @@ def _read_packets(container: Any, streams: list[Any], infos: dict[int, StreamInf
     decoders = {s.index: video_decoder(s) if s.type == "video" else s.codec_context for s in streams}
     bases = {s.index: float(s.time_base) for s in container.streams if s.time_base is not None}
     last_s: float | None = None
-    for packet in packets_of(container, [s for s in container.streams if s.index in bases], faults):
+    by_bytes = bool(LATE_FORMATS & set(container.format.name.split(",")))
+    every = packets_of(container, [s for s in container.streams if s.index in bases], faults)
+    for count, packet in enumerate(every):
         if packet.pts is not None:
             end = (packet.pts + (packet.duration or 0)) * bases[packet.stream_index]
             last_s = end if last_s is None else max(last_s, end)
         info = infos.get(packet.stream_index)
         if info is None:
             continue
-        info.packets.add(packet, info.time_base)
+        info.packets.add(packet, info.time_base, _position(packet, info.packets) if by_bytes else count)
         if info.first_s is None and packet.size:
             info.has_skip_data |= packet.has_sidedata("skip_samples")
             _decode_head(decoders[packet.stream_index], packet, info, container.streams[packet.stream_index])
@@ -251,6 +270,13 @@ def _read_packets(container: Any, streams: list[Any], infos: dict[int, StreamInf
         if infos[stream.index].first_s is None:
             _decode_head(decoders[stream.index], None, infos[stream.index], stream)
     return last_s
+
+
+def _position(packet: av.Packet, table: PacketTable) -> int:
+    """Where in the file a packet begins; one that shares its PES packet with the one before has no place of its own."""
+    if packet.pos is not None and packet.pos >= 0:
+        return int(packet.pos)
+    return table.position[-1] if table.position else 0
 
 
 def _decode_head(decoder: Any, packet: av.Packet | None, info: StreamInfo, stream: Any) -> None:
@@ -280,72 +306,39 @@ def _picture_info(frame: av.VideoFrame, stream: Any) -> PictureInfo:
     )
 
 
-def _follow_epochs(infos: list[StreamInfo]) -> tuple[list[float], float]:
-    """Numbers the epochs of the streams and returns (offset of each epoch, time of the first frame of any stream)."""
+def _end_of_edits(container: Any, infos: list[StreamInfo]) -> None:
+    """Puts right where the edit list of an MP4 ends a track that starts late. libavformat gives the length of the
+    media, which counts from the start, or the end of the edits where that is smaller, which does not."""
+    if "mov" not in container.format.name.split(","):
+        return
     for info in infos:
-        info.packets.drop_outliers()
-        times = [None if np.isnan(t) else t for t in info.packets.dts]
-        info.packets.epoch = epoch_numbers(times)
-    counts = {int(i.packets.epoch[-1]) + 1 for i in infos if len(i.packets)}
-    firsts = [i.first_s for i in infos if i.first_s is not None]
-    zero = min(firsts, default=0.0)
-    if counts <= {1} or len(counts) > 1:
-        # A jump in one stream alone is damage, not a new epoch: what overlaps is cut when it is placed.
-        for info in infos:
-            info.packets.epoch[:] = 0
-        return [0.0], zero
-    num_epochs = counts.pop()
-    starts: list[list[float]] = [[] for _ in range(num_epochs)]
-    ends: list[list[float]] = [[] for _ in range(num_epochs)]
-    for info in infos:
-        pts, duration = np.asarray(info.packets.pts), np.asarray(info.packets.duration)
-        for epoch in range(num_epochs):
-            here = (info.packets.epoch == epoch) & ~np.isnan(pts)
-            if here.any():
-                starts[epoch].append(float(pts[here].min()))
-                ends[epoch].append(float((pts + duration)[here].max()))
-    offsets = epoch_offsets(starts, ends, num_epochs)
-    for info in infos:
-        info.packets.pts = list(np.asarray(info.packets.pts) + np.asarray(offsets)[info.packets.epoch])
-    return offsets, zero
+        stream, shown = container.streams[info.index], info.packets.shown()
+        if not stream.duration or (stream.start_time or 0) <= 0 or np.isnan(shown).all():
+            continue
+        kept, end_s = sum(not entry.is_discard for entry in stream.index_entries), stream.duration * info.time_base
+        if kept == stream.frames or not stream.frames:
+            continue
+        left_out = np.asarray(info.packets.pts)[np.asarray(info.packets.discard)]
+        later = left_out[left_out > np.nanmax(shown)]
+        if end_s <= np.nanmax(shown):
+            end_s = float(later.min()) if len(later) else info.packets.end_s()
+        info.declared_end_s = end_s
 
 
-def _is_truncated(path: str, container: Any, infos: list[StreamInfo], last_s: float | None) -> bool:
-    """Whether the file ends before its header says. Estimates (raw MP3 and ADTS without a table) don't count."""
+def _timeline_end(container: Any) -> float | None:
+    """Container time at which the file ends by its header; None where its times are those of a sender's clock."""
     formats = set(container.format.name.split(","))
-    if "wav" in formats:
-        return _wav_misses_bytes(path)
-    if last_s is None or (formats & {"mp3", "aac", "adts"} and not any(i.has_skip_data for i in infos)):
-        return False
-    if "avi" in formats:  # libavformat shortens an AVI's durations to what is there, but keeps the count
-        video = next((i for i in infos if i.num_pictures), None)
-        if video is not None and len(video.packets) < video.num_pictures - max(2, video.num_pictures // 50):
-            return True
-    for info in infos if "asf" not in formats else []:
-        end = info.packets.end_s()
-        if info.declared_end_s is not None and end is not None and _missing(info.declared_end_s, end):
-            return len(set(info.packets.epoch)) < 2
-    if container.duration is None or (any(i.declared_end_s is not None for i in infos) and "asf" not in formats):
-        return False
-    if "asf" in formats:  # every stream has the length of the file, from its first packet on, wherever that is
-        return _missing(max((s.duration or 0) * float(s.time_base) for s in container.streams), last_s)
-    start = (container.start_time or 0) / av.time_base
-    length = container.duration / av.time_base
-    # Matroska's duration is the absolute end; others count from the start. Only what both readings miss is missing.
-    return _missing(length if "matroska" in formats else start + length, last_s)
+    if container.duration is None or not {"mov", "matroska"} & formats:
+        return None
+    start = 0 if "matroska" in formats else container.start_time or 0
+    return float(start + container.duration) / av.time_base
 
 
-def _wav_misses_bytes(path: str) -> bool:
-    """Whether a WAV's data chunk is longer than the file (libavformat believes the file). Sizes that streams write
-    before they know better (0, 2^31 - 1 and up) say nothing."""
-    with open(path, "rb") as file:
-        head = file.read(4096)
-    start = head.find(b"data", 12)
-    if head[:4] != b"RIFF" or start < 0 or start + 8 > len(head):
-        return False
-    stated = int.from_bytes(head[start + 4 : start + 8], "little")
-    return 0 < stated < 0x7FFFFF00 and start + 8 + stated > os.path.getsize(path) + 1
-
-
-def _missing(declared_end_s: float, end_s: float) -> bool:
-    return declared_end_s - end_s > max(TRUNCATED_S, TRUNCATED_SHARE * declared_end_s)
+def _declared_end(path: str, container: Any) -> float | None:
+    """Container time at which the header says that the last packet ends; None where libavformat reads its durations
+    from the packets."""
+    formats = set(container.format.name.split(","))
+    if container.duration is None or not ("matroska" in formats or ("flv" in formats and flv_states_duration(path))):
+        return None
+    start = 0 if "matroska" in formats else container.start_time or 0
+    return float(start + container.duration) / av.time_base

@@ -20,6 +20,8 @@ ON_SCREEN_TOLERANCE_S = 0.001  # containers round picture times to milliseconds
 GAP_S = 0.1  # a hole of more than this inside a stream is flagged
 STRAY_RUN = 64  # packets in a row whose time may be damaged: one damaged PES header dates many sound frames
 STRAY_AHEAD_S = 2.0  # the packets around damaged ones are at most this far apart
+MAX_REORDER = 40  # a picture is shown at most this many pictures after it is decoded: two times 16, or a pyramid of 32
+MIN_REORDER_S = 1.0
 EPOCH_BACK_S = 0.2  # decoding times that step back further than this start a new epoch
 EPOCH_AHEAD_S = 600.0  # and so do steps ahead of more than this
 
@@ -113,17 +115,19 @@ def stray_times(times: Times) -> NDArray[np.bool_]:
     bad = np.zeros(len(times), bool)
     known = np.flatnonzero(~np.isnan(times))
     value = times[known]
+    if not ((np.diff(value) < -EPOCH_BACK_S) | (np.diff(value) > STRAY_AHEAD_S)).any():
+        return bad
     i = 1
     while i < len(known) - 1:
         before = value[i - 1]
-        if _follows(before, value[i]):
+        if follows(before, value[i]):
             i += 1
             continue
         for run in range(1, STRAY_RUN + 1):
             if i + run >= len(known):
                 break
             # The run must also end with a jump: a second recording that counts up again passes the old time steadily.
-            if _follows(before, value[i + run]) and not _follows(value[i + run - 1], value[i + run]):
+            if follows(before, value[i + run]) and not follows(value[i + run - 1], value[i + run]):
                 bad[known[i : i + run]] = True
                 value[i : i + run] = before
                 break
@@ -131,7 +135,33 @@ def stray_times(times: Times) -> NDArray[np.bool_]:
     return bad
 
 
-def _follows(before: float, after: float) -> bool:
+def misplaced_times(shown: Times, decoded: Times) -> NDArray[np.bool_]:
+    """Which presentation times of a stream in file order are damaged although the decoding times are not: they are
+    further away than pictures are reordered.
+
+    shown, decoded: presentation and decoding times, NaN = none. A pause lies between the two times of a picture that
+    is shown behind it, so pauses among the decoding times nearby are allowed for. Behind the last decoding times
+    nothing tells a pause from damage, up to EPOCH_AHEAD_S.
+    """
+    bad = np.zeros(len(decoded), bool)
+    known = np.flatnonzero(~np.isnan(decoded))
+    if len(known) < 2:
+        return bad
+    steps = np.diff(decoded[known])
+    usual = float(np.median(steps))
+    paused = np.r_[0.0, np.cumsum(np.maximum(steps - usual, 0.0))]
+    number = np.arange(len(known))
+    ahead = paused[np.minimum(number + MAX_REORDER, len(known) - 1)] - paused
+    ahead[-MAX_REORDER:] += EPOCH_AHEAD_S
+    behind = paused - paused[np.maximum(number - MAX_REORDER, 0)]
+    late = shown[known] - decoded[known]
+    reorder_s = max(MIN_REORDER_S, MAX_REORDER * usual)
+    bad[known] = (late > reorder_s + ahead) | (late < -reorder_s - behind)
+    return bad
+
+
+def follows(before: float, after: float) -> bool:
+    """Whether a packet may come next after another one; times in s."""
     return before - EPOCH_BACK_S <= after <= before + STRAY_AHEAD_S
 
 

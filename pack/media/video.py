@@ -115,8 +115,8 @@ class FrameLoader:
         return ticks[ticks >= round(video.first_s / video.time_base)]
 
     def picture_end_s(self) -> float:
-        """When the last picture ends on the clip's clock, by the packets alone; inf where they have no times. A span that
-        starts before it has a picture. By number (`qwen`) only one that starts before the last picture has."""
+        """When the last picture ends on the clip's clock, by the packets alone; inf where they have no times. A span
+        that starts before it has a picture. By number (`qwen`) only one that starts before the last picture has."""
         ticks = self._trusted_ticks()
         if ticks is None or not len(ticks):
             pts = np.asarray(self._probe.video.packets.pts)  # type: ignore[union-attr]
@@ -190,7 +190,7 @@ class FrameLoader:
         video = self._probe.video
         assert video is not None
         usual_s = 1.0 / (source_rate(times) or video.average_rate or 25.0)
-        pts = np.asarray(video.packets.pts)
+        pts = video.packets.shown()
         if np.isnan(pts).all():
             return float(times[-1]) + usual_s
         last = int(np.nanargmax(pts))
@@ -198,6 +198,9 @@ class FrameLoader:
         if video.declared_end_s is not None and MOV & set(self._probe.container.split(",")) and len(times) > 1:
             # A packet of an MP4 lasts to the next one decoded, which is not the next one shown.
             end_s = video.declared_end_s - self._zero_s
+            left_out = np.asarray(video.packets.pts)[np.asarray(video.packets.discard)]
+            if (left_out > pts[last]).any() and abs(last_s - end_s) < usual_s:
+                return end_s  # a picture that begins where the edit list ends is handed out, but never on screen
             return end_s if end_s > last_s and not self._probe.truncated else last_s + usual_s
         return last_s + (video.packets.duration[last] or usual_s)
 

@@ -210,3 +210,14 @@ def test_flac_storage_is_lossless(tmp_path):
     stored = [load_audio(source, config(audio={"codec": codec}))[0] for codec in ("wav", "flac")]
     assert np.array_equal(*map(samples, stored))
     assert len(stored[1]) < len(stored[0])
+
+
+def test_priming_that_an_mp4_does_not_state_is_kept_and_flagged(tmp_path):
+    stated = make_clip(tmp_path / "a.m4a", 3.0, codec=None)
+    x, meta = sound(stated)
+    assert "priming_kept" not in meta.flags
+    assert beep_times(x / 32768) == [1.0, 2.0]
+    silent = make_clip(tmp_path / "b.m4a", 3.0, codec=None, container_options={"use_editlist": "0"})
+    x, meta = sound(silent)
+    assert "priming_kept" in meta.flags
+    assert beep_times(x / 32768) == pytest.approx([1.02, 2.02], abs=0.006)
