@@ -22,7 +22,7 @@ from convert.quantised import refuse_quantised
 from convert.rules import Copy, Rule
 from convert.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from convert.tensors import TensorInfo, TensorReader, dtype_of
-from schemas.errors import ConfigError, UnsupportedError
+from schemas.errors import ConfigError, IncompleteSourceError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,11 @@ def _into_base(
     override: torch.dtype | None,
 ) -> Conversion:
     """A conversion into the files of a base: its names, its dtypes; what `Copy` rules name stays the base's."""
+    asked = expected(base.model, base.experts).keys() & resolution.made.keys()
+    if lacking := asked - reader.tensors.keys():
+        raise IncompleteSourceError(
+            f"{base.folder}: the base lacks {len(lacking)} tensors that its own config.json asks for: {some(lacking)}"
+        )
     copies = copied_names(rules, reader, resolution)
     wanted = {name: info for name, info in reader.tensors.items() if name not in copies}
     check_ledger(resolution, origin.reader.tensors, {name: info.shape for name, info in wanted.items()})

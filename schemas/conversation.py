@@ -97,10 +97,18 @@ def split_markers(text: str) -> list[Part]:
 
 def join_markers(parts: Sequence[Part]) -> str:
     """The inverse of `split_markers` (neighbouring texts become one)."""
-    joined = []
+    joined, text = "", ""
     for kind, payload in parts:
-        joined.append(_MARKER.sub(r"<\\\1\2>", payload or "") if kind == "text" else f"<{kind}>")
-    return "".join(joined)
+        if kind == "text":
+            text += payload or ""  # escaped as a whole: two texts may make up a marker
+            continue
+        joined += f"{_escaped(text)}<{kind}>"
+        text = ""
+    return joined + _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    return _MARKER.sub(r"<\\\1\2>", text)
 
 
 def to_sharegpt(turns: Sequence[Turn]) -> list[dict[str, str]]:

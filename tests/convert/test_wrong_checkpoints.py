@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from convert.dcp import DcpReader
@@ -184,6 +185,21 @@ def test_several_iterations_and_no_tracker(source: Path, capsys: pytest.CaptureF
 def test_masters_that_are_not_there(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, message = convert(source, capsys, "--from-master")
     assert code == UNSUPPORTED and "without --from-master" in message
+
+
+def test_a_base_that_lacks_a_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told as the base's fault, not as one tensor too many in the source."""
+    source = Path(shutil.copytree(MEGATRON / "tp2", tmp_path / "source"))
+    base = Path(shutil.copytree(MEGATRON / "tp2" / "hf_ref", tmp_path / "base"))
+    weights = read_weights(base)
+    name = next(name for name in weights if name.endswith("layers.1.mlp.gate.weight"))
+    lost = {name: weights.pop(name)}
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    code, message = convert(source, capsys, "--base", str(base))
+    assert code == INCOMPLETE
+    assert f"base: the base lacks 1 tensors that its own config.json asks for: {name}" in message
+    save_file(weights | lost, base / "model.safetensors", metadata={"format": "pt"})
+    assert convert(source, capsys, "--base", str(base))[0] == 0
 
 
 def test_no_base(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import pickle
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from schemas.conversation import (
@@ -75,6 +75,7 @@ def test_split_agrees_with_re_split(text):
         )
     )
 )
+@example([("text", "<"), ("text", "video>"), ("video", None), ("text", "<"), ("audio", None), ("text", ">")])
 def test_join_is_the_inverse_for_every_text(parts):
     merged = []
     for part in parts:  # two neighbouring texts cannot be told from one

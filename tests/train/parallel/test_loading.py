@@ -56,7 +56,7 @@ def _all_ways(folder: Path) -> list[dict[str, Tensor]]:
     return [values(folder, random=random, **way) for random in (True, False) for way in ways]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_do_not_depend_on_the_ranks(world_size: int, hub: Path) -> None:
     drawn = build_foundation_model(hub, eager_ops(), init="random", seed=SEED)
     read = build_foundation_model(hub, eager_ops())

@@ -147,7 +147,7 @@ def _elementwise(layouts: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     return found if not dist.is_initialized() or dist.get_rank() == 0 else []
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_rounding_does_not_depend_on_the_sharding(ranks: int) -> None:
     """Bit for bit, but for Muon's parameters, whose directions differ in their last bits between shardings."""
     (expected,) = _elementwise([{}])
@@ -255,7 +255,7 @@ def assert_muon(found: dict[str, list[Tensor]], case: str) -> None:
             assert off < allowed, f"{case}, {name}, step {step}: {off:.2e}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_change_is_that_of_whole_matrices(ranks: int) -> None:
     cases = list(CASES) if ranks < 4 else [case for case in CASES if case != "bf16"]
     found = _all(LAYOUTS[1], cases) if ranks == 1 else processes.run(ranks, _all, LAYOUTS[ranks], cases)[0]
