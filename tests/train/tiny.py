@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def write_omni_config(folder: Path, **text: Any) -> Path:
         "position_id_per_seconds": 13,
         "tie_word_embeddings": False,
     }
-    (folder / "config.json").write_text(json.dumps(values))
+    own = folder / f"config.{os.getpid()}"  # ranks write the same file, and read it at once
+    own.write_text(json.dumps(values))
+    own.rename(folder / "config.json")
     return folder
 
 
