@@ -69,3 +69,16 @@ def assert_as_a_player_shows(path: Path, **video: Any) -> VideoMeta:
     assert np.allclose(meta.shown_times_s, times, atol=0.0015), (meta.shown_times_s, times.round(3).tolist())
     assert np.allclose([time_shown(f) for f in frames], greys, atol=0.02)
     return meta
+
+
+def later(source: Path, target: Path, shift_s: float, options: dict[str, str] | None = None) -> Path:
+    """The same packets in another container, so much later."""
+    with av.open(str(source)) as old, av.open(str(target), "w", options=options or {}) as new:
+        streams = {s.index: new.add_stream_from_template(s) for s in old.streams}
+        for packet in old.demux():
+            if packet.dts is not None:
+                packet.pts += round(shift_s / packet.time_base)
+                packet.dts += round(shift_s / packet.time_base)
+                packet.stream = streams[packet.stream.index]
+                new.mux(packet)
+    return target

@@ -7,22 +7,9 @@ import numpy as np
 import pytest
 
 from tests.media_factory import beep_times, make_clip
-from tests.pack.media.loading import clip
+from tests.pack.media.loading import clip, later
 
 GROUPED = {"max_delay": "700000"}  # several frames of sound share a PES packet, as other programs write them
-
-
-def remuxed_later(source, target, shift_s):
-    """The clip in a transport stream, so much later."""
-    with av.open(str(source)) as old, av.open(str(target), "w", options=GROUPED) as new:
-        streams = {s.index: new.add_stream_from_template(s) for s in old.streams}
-        for packet in old.demux():
-            if packet.dts is not None:
-                packet.pts += round(shift_s / packet.time_base)
-                packet.dts += round(shift_s / packet.time_base)
-                packet.stream = streams[packet.stream.index]
-                new.mux(packet)
-    return target
 
 
 def hummed(path, rate, codec):
@@ -51,7 +38,7 @@ def joined(tmp_path, rates, codec):
     parts = []
     for i, rate in enumerate(rates):
         source = hummed(tmp_path / f"{i}.mp4", rate, codec)
-        parts.append(remuxed_later(source, tmp_path / f"{i}.ts", 1 + 3 * i).read_bytes())
+        parts.append(later(source, tmp_path / f"{i}.ts", 1 + 3 * i, GROUPED).read_bytes())
     path = tmp_path / "joined.ts"
     path.write_bytes(b"".join(parts))
     return path
@@ -89,7 +76,7 @@ def test_beeps_stay_in_step_behind_a_rate_change(tmp_path, rates):
     parts = []
     for i, rate in enumerate(rates):
         source = make_clip(tmp_path / f"{i}.mp4", 3.0, rate=rate, options={"bf": "2"})
-        parts.append(remuxed_later(source, tmp_path / f"{i}.ts", 1 + 3 * i).read_bytes())
+        parts.append(later(source, tmp_path / f"{i}.ts", 1 + 3 * i, GROUPED).read_bytes())
     (tmp_path / "j.ts").write_bytes(b"".join(parts))
     _, x, meta = clip(tmp_path / "j.ts")
     zero_s = meta.shown_times_s[0]

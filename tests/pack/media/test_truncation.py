@@ -8,7 +8,7 @@ import pytest
 import soundfile
 
 from tests.media_factory import make_clip, tone
-from tests.pack.media.loading import clip, sound
+from tests.pack.media.loading import clip, later, sound
 from tests.pack.media.test_clips import remux
 
 
@@ -22,19 +22,6 @@ def halved(path, share=0.5):
 def flags_of(path):
     _, _, meta = clip(path)
     return {*meta.flags, *meta.audio.flags}
-
-
-def later(source, target, shift_s, options=None):
-    """The same packets, so much later."""
-    with av.open(str(source)) as old, av.open(str(target), "w", options=options or {}) as new:
-        streams = {s.index: new.add_stream_from_template(s) for s in old.streams}
-        for packet in old.demux():
-            if packet.dts is not None:
-                packet.pts += round(shift_s / packet.time_base)
-                packet.dts += round(shift_s / packet.time_base)
-                packet.stream = streams[packet.stream.index]
-                new.mux(packet)
-    return target
 
 
 def chunk(name, content):
