@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,21 +12,20 @@ import pytest
 import soundfile
 from PIL import Image
 
-from jobs import cli
 from pack.reader import PackedDataset
 from schemas.sample import PackedSample
 from tests.browser import Page, find_chromium
+from tests.environment import ROOT, environment
 
-ROOT = Path(cli.__file__).parents[1]
 pytestmark = pytest.mark.timeout(1000)  # the demo trains: minutes where other work runs beside it
 PACKED = ["bunny", "bunny-narrated", "phone", "lesson", "lesson-slide-3", "clock"]
 PACKED += ["austen", "burrow", "picture-and-voice", "text-only"]
 
 
 def omniloom(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"COLUMNS": "160", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "jobs.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=900, check=False)
+    variables = environment(COLUMNS="160")
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=900, check=False)
 
 
 @pytest.fixture(scope="module")

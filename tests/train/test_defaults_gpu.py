@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -19,11 +18,11 @@ import torch
 import yaml
 
 from schemas.errors import ResumableError
+from tests.environment import environment
 from tests.train.data.loading import TOKENIZER, write_text
 from tests.train.tiny import write_data, write_omni_config
 from train.metric_writers import read_metrics
 
-ROOT = Path(__file__).parents[2]
 STEPS, MORE = 4, 3
 ENDS_S = 200.0  # the longest that a training takes here
 UNWANTED = ("destroy_process_group() was not called", "Traceback")
@@ -89,8 +88,7 @@ class Run:
         command = [sys.executable, "-m", "jobs.cli", "train", "run", str(recipe), "--nproc", str(ranks)]
         self.output, self.said = output, ""
         self._log = output.with_suffix(f".{time.monotonic_ns()}.log")
-        variables = os.environ | {"PYTHONPATH": str(ROOT)}
-        variables |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        variables = environment(**({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}))
         with self._log.open("w") as log:  # a pipe that nobody reads would fill up
             self.process = subprocess.Popen(
                 [*command, f"train.checkpoint.output_dir={output}", *overrides],

@@ -22,8 +22,9 @@ import torch
 from schemas.errors import OmniloomError
 from schemas.strict import check_config
 from tests import dist as processes
+from tests.environment import environment
 from tests.train.data.loading import write_clips, write_text
-from tests.train.test_defaults_gpu import GPUS, ROOT, values_of
+from tests.train.test_defaults_gpu import GPUS, values_of
 from train.callbacks.base import Callback
 from train.config import OmniConfig, OpsImplementationConfig
 from train.data.batch import Batch
@@ -236,7 +237,7 @@ class Failing:
         self.folder = folder
         file = folder / "train.json"
         file.write_text(check_config(values_of(folder, evaluation={}), OmniConfig).model_dump_json())
-        variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        variables = environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
         variables |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
         with (folder / "log").open("w") as log:
             command = [sys.executable, "-m", MODULE, str(file), str(folder)]

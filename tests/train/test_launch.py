@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,10 +15,9 @@ import pytest
 import yaml
 
 from schemas.errors import ConfigError, OmniloomError, ResumableError
+from tests.environment import environment
 from tests.train.tiny import omni_config, write_data
 from train.launch import OUTCOME_VARIABLE, Launch, Outcome, leave_outcome, raise_worst, read_outcomes
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_line() -> None:
@@ -90,7 +88,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "jobs.cli", "train", "run", str(recipe), "--nproc", "2", *overrides]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    variables = environment(CUDA_VISIBLE_DEVICES="")
     return subprocess.Popen(
         command, cwd=recipe.parent, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

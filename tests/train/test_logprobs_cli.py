@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from jobs.cli import main
+from tests.environment import environment
 from tests.train import pseudo
 from tests.train.logprob_cases import dump_config, dumped, write_rows
 from train.config import OmniConfig
@@ -21,8 +21,6 @@ from train.data.labelling import TOKEN_CHOICES
 from train.logprobs import DumpOptions
 from train.logprobs_cli import TOKENS
 from train.logprobs_hub import HubLogprobRun
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def test_two_ranks_dump_and_agree(made: Made, tmp_path: Path, capfd: pytest.Capt
     """The launcher hands on every option."""
     out = tmp_path / "dump"
     words = ["train", "logprobs", str(made.file), "--out", str(out), "--tokens", "all", "--features", "--nproc", "2"]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    variables = environment(CUDA_VISIBLE_DEVICES="")
     ended = subprocess.run(
         [sys.executable, "-m", "jobs.cli", *words, "--max-samples", "5", "train.accelerator.ulysses_size=2"],
         env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,

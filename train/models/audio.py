@@ -123,9 +123,9 @@ class AudioTower(BlockStack):
         out: Tensor = self.proj2(activated(self.proj1, normed, self.act))
         return out
 
-    def dummy(self) -> tuple[Tensor, list[int]]:
+    def dummy(self, device: torch.device) -> tuple[Tensor, list[int]]:
         """(log-mel of zeros, lengths): the shortest sound that fills a chunk."""
-        return torch.zeros(self.num_mel, MEL_WINDOW, device=self.proj1.weight.device), [MEL_WINDOW]
+        return torch.zeros(self.num_mel, MEL_WINDOW, device=device), [MEL_WINDOW]
 
     def _convolve(self, chunks: Tensor) -> Tensor:
         """[chunks, 13, C] of [chunks, 1, num_mel, 100]."""

@@ -39,7 +39,7 @@ class OmniThinker(FoundationModel):
         if inputs.mel_lengths and inputs.mel is not None:
             audio = self.audio_tower(inputs.mel, inputs.mel_lengths)
         elif inputs.dummy_audio:
-            zero = zero_of(self.audio_tower(*self.audio_tower.dummy()))
+            zero = zero_of(self.audio_tower(*self.audio_tower.dummy(inputs.ids.device)))
         if zero is not None and found.zero is not None:
             zero = found.zero + zero
         return replace(found, audio=audio, zero=found.zero if zero is None else zero)

@@ -191,9 +191,9 @@ class VisionTower(BlockStack):
         # by depth, which is the order of the text layers that they go to
         return self.merger(hidden), tuple(levels.values())
 
-    def dummy(self) -> tuple[Tensor, list[Grid]]:
-        """(patches of zeros, grids): the smallest picture."""
-        device = self.pos_embed.weight.device
+    def dummy(self, device: torch.device) -> tuple[Tensor, list[Grid]]:
+        """(patches of zeros, grids): the smallest picture. device: that computes, which may not be that of the weights
+        before the tower runs."""
         grid = (1, self.merge_size, self.merge_size)
         return torch.zeros(self.merge_size**2, self.patch_dim, device=device), [grid]
 

@@ -24,7 +24,7 @@ def encode_vision(tower: VisionTower, inputs: ModelInputs) -> MediaEmbeddings:
         return MediaEmbeddings(vision=rows, deepstack=deepstack)
     if not inputs.dummy_vision:
         return MediaEmbeddings()
-    rows, deepstack = tower(*tower.dummy())
+    rows, deepstack = tower(*tower.dummy(inputs.ids.device))
     return MediaEmbeddings(zero=zero_of(rows, *deepstack))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import jobs
+from tests.environment import ROOT, environment
 from tests.train.data.loading import write_clips, write_text
-
-ROOT = Path(jobs.__file__).parents[1]
 
 
 @pytest.mark.slow
@@ -26,9 +23,9 @@ def test_the_script_runs_with_the_configuration_before_it(tmp_path: Path) -> Non
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
     write_clips(tmp_path / "packed", 4)
     write_text(tmp_path / "chats.jsonl", 20)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    variables = environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
     command = [sys.executable, "script.py"]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    run = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stderr
     for number in range(4):
         assert f"'clip{number}'" in run.stdout

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.train.data.mixes import Mix
 from tests.train.models import media
@@ -139,6 +141,26 @@ def test_dummy_units_reach_every_parameter_and_change_nothing(thinker: OmniThink
     assert others.keys() - gradients.keys() == towers
     assert not any(others[name].any() for name in towers)
     assert all(torch.equal(others[name], value) for name, value in gradients.items())
+
+
+@pytest.mark.parametrize("tower", ["visual", "audio_tower"])
+def test_dummy_units_lie_where_the_rows_do(thinker: OmniThinker, assets: ProcessorAssets, tower: str) -> None:
+    """FSDP keeps parameters in CPU memory until the tower that they are of runs."""
+    seen: list[str] = []
+
+    def look(_module: nn.Module, given: tuple[Any, ...]) -> None:
+        seen.append(given[0].device.type)
+        raise StopIteration
+
+    inputs = model_inputs(media.batch_of(assets, [media.text_mix()]), assets, dummy_towers=True)
+    inputs = replace(inputs, ids=inputs.ids.to("meta"), dummy_vision=tower == "visual")
+    handle = getattr(thinker, tower).register_forward_pre_hook(look)
+    try:
+        with pytest.raises(StopIteration):
+            thinker.encode(inputs)
+    finally:
+        handle.remove()
+    assert seen == ["meta"]
 
 
 def test_embeddings_without_rows_are_refused(thinker: OmniThinker, assets: ProcessorAssets) -> None:
