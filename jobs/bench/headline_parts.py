@@ -26,20 +26,23 @@ LORA = {
     "alpha": 32,
     "lora_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
-# what is not experts stays gathered for the whole step, whose micro-batches' gradients are reduced together; attention
-# and its projections are not computed again
+KEEP = "train.gradient_checkpointing.keep"
+# what is not experts stays gathered for the whole step, whose micro-batches' gradients are reduced together; averages
+# visit the GPU in the optimizer's step alone; attention, its projections and the experts' first half are not computed
+# again
 FAST = {
     "train.accelerator.fsdp_config.sync_every_micro_batch": False,
     "train.accelerator.fsdp_config.reshard_after_forward": False,
     "train.accelerator.fsdp_config.reshard_after_backward": False,
-    "train.gradient_checkpointing.keep": "projections",
-    "train.gradient_checkpointing.keep_gb": 17.0,
+    "train.accelerator.offload_config.enable_optimizer": True,
+    KEEP: "mlp",
+    "train.gradient_checkpointing.keep_gb": 48.0,
     "train.gradient_checkpointing.audio_share": 0.0,
 }
-HALF = FAST | {"train.gradient_checkpointing.keep_gb": 21.0}  # inputs of the vision tower's blocks take 2 GB less
+LONGER = FAST | {"train.gradient_checkpointing.keep_gb": 26.0}  # of twice as many rows
 # blocks compute long enough to hide gathers of whole experts, whose buffers are smaller than those of gathered rows
 LONG = {"train.accelerator.offload_config.enable_activation": True, "train.accelerator.ep_size": 1}
-LONGEST = LONG | {"train.gradient_checkpointing.keep": "attention", "train.gradient_checkpointing.keep_gb": 10.0}
+LONGEST = LONG | {KEEP: "attention", "train.gradient_checkpointing.keep_gb": 10.0}
 FROZEN = {"train.freeze_vit": True, "train.freeze_audio_tower": True}
 LIMITS_S = {
     "data": 240.0, "profile": 150.0, "full": 300.0, "half": 200.0, "32k": 210.0, "64k": 240.0, "160k": 420.0,
@@ -79,6 +82,8 @@ class Bench:
         """Ranks of a part. more: of `Run`."""
         depth = 3 if self.quick else self.layers or layers
         settings = {**more.pop("settings", {}), **self.settings}
+        if self.quick and settings.get(KEEP) == "mlp":
+            settings[KEEP] = "projections"  # only Triton's experts leave more
         nproc = more.pop("nproc", self.nproc)
         made = Run(
             part=part, kind=kind, quick=self.quick, nproc=nproc, layers=depth, out=str(self.folder / part),
@@ -121,7 +126,7 @@ def full_part(bench: Bench) -> None:
 def half_part(bench: Bench) -> None:
     bench.data("4k half")
     phase = Phase("8 micro-batches of 16k a step", "4k half", 16384, 8, 1, 3)
-    bench.run("half", "train", [phase], settings=HALF)
+    bench.run("half", "train", [phase], settings=FAST)
 
 
 def longer_part(part: str, tokens: int, micro: int, settings: dict[str, Any]) -> Callable[[Bench], None]:
@@ -144,7 +149,7 @@ def longest_part(bench: Bench) -> None:
 def lora_part(bench: Bench) -> None:
     bench.data("4k")
     settings = {"model.lora_config": LORA, **FROZEN, "train.optimizer.type": "adamw", "train.optimizer.lr": 1e-4}
-    settings["train.gradient_checkpointing.keep"] = "projections" if bench.quick else "mlp"  # of Triton's experts
+    settings[KEEP] = "mlp"
     phases = [
         Phase("1 micro-batch of 16k a step", "4k", 16384, 1, 2, 3, watched=True),
         Phase("8 micro-batches of 16k a step", "4k", 16384, 8, 1, 2),
@@ -185,7 +190,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "profile": profile_part,
     "full": full_part,
     "half": half_part,
-    "32k": longer_part("32k", 32768, 4, {}),
+    "32k": longer_part("32k", 32768, 4, LONGER),
     "64k": longer_part("64k", 65536, 2, LONG),
     "160k": longest_part,
     "lora": lora_part,

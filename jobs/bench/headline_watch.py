@@ -18,20 +18,24 @@ from jobs.bench.headline_setup import Phase
 from train.callbacks.base import Callback
 from train.metrics import device_memory
 from train.step import StepResult
+from train.step_times import StepTimes, clock_of
 from train.trainer import BaseTrainer
 
 
 @dataclass(frozen=True)
 class Measured:
     """Of the steps of a phase, over all ranks. step_s: mean, by the host's clock; times_s: of each, on the device;
-    tokens, flops: of a step and GPU; wait_s: for data, of a step, the rank that waits most; peak, reserved: GB of the
-    GPU that takes most; parts: name -> ms of a step on this rank; loss: of the last step."""
+    tokens, flops: of a step and GPU; wait_s: of a step in which the device had nothing to do for want of data, as the
+    trainer's metrics count it, and host_wait_s in which the host waited, most of which the device did not notice, both
+    of the rank that waits most; peak, reserved: GB of the GPU that takes most; parts: name -> ms of a step on this
+    rank; loss: of the last step."""
 
     step_s: float
     times_s: list[float]
     tokens: float
     flops: float
     wait_s: float
+    host_wait_s: float
     peak: float
     reserved: float
     loss: float
@@ -47,6 +51,7 @@ class PhaseWatch(Callback):
         self.measured: Measured | None = None
         self.watched: Watched | None = None
         self.first_step_s = 0.0
+        self._times: StepTimes | None = None  # of the steps that are measured
         self._script: Iterator[None] = iter(())
         self._result: StepResult | None = None
 
@@ -54,9 +59,17 @@ class PhaseWatch(Callback):
         self._script = self._play(trainer)
         next(self._script)
 
+    def on_step_begin(self, trainer: BaseTrainer) -> None:
+        if self._times is not None:
+            self._times.begin_step()
+
     def on_step_end(self, trainer: BaseTrainer, result: StepResult) -> None:
         self._result = result
+        if self._times is not None:
+            self._times.waited(result.wait_s)
         next(self._script, None)
+        if self._times is not None:
+            self._times.end_step()
 
     def _play(self, trainer: BaseTrainer) -> Iterator[None]:
         """Each yield is one step."""
@@ -66,18 +79,20 @@ class PhaseWatch(Callback):
             yield
             if not number:
                 self.first_step_s = self._now(device) - began
-        flops, wait_s, tokens, steps = 0.0, 0.0, trainer.state.tokens, self.phase.steps
+        flops, host_wait_s, tokens, steps = 0.0, 0.0, trainer.state.tokens, self.phase.steps
         device_memory(device)  # begins anew
         with Parts(trainer, device) as parts:
             began = self._now(device)
+            self._times = StepTimes(clock_of(device))
             ends = [self._mark(device)]
             for _ in range(steps):
                 yield
                 assert self._result is not None
                 ends.append(self._mark(device))
                 flops += self._result.flops
-                wait_s += self._result.wait_s
+                host_wait_s += self._result.wait_s
             took = self._now(device) - began
+            wait_s, self._times = self._times.idle().wait_s, None
         peak, reserved, _ = device_memory(device)
         tokens = trainer.state.tokens - tokens
         assert self._result is not None
@@ -88,6 +103,7 @@ class PhaseWatch(Callback):
             tokens=tokens / steps / world,
             flops=over_ranks(flops, device, world, dist.ReduceOp.SUM) / steps / world,
             wait_s=over_ranks(wait_s, device, world, dist.ReduceOp.MAX) / steps,
+            host_wait_s=over_ranks(host_wait_s, device, world, dist.ReduceOp.MAX) / steps,
             peak=over_ranks(peak / 1e9, device, world, dist.ReduceOp.MAX),
             reserved=over_ranks(reserved / 1e9, device, world, dist.ReduceOp.MAX),
             loss=over_ranks(loss, device, world, dist.ReduceOp.SUM),
