@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.optim.offload import OffloadedAverages
+from train.optim.offload import OffloadedAverages, size_of
 
 STEPS, PORTIONS = 3, 7
 Clock = dict[str, int]
@@ -114,7 +114,7 @@ def steps(machine: Machine) -> OffloadedAverages:
     copies._inward.stream, copies._outward.stream = Stream("inward"), Stream("outward")
     for step in range(STEPS):
         held = []
-        with averages.visits(homes) as visit:
+        with averages.visits(homes, size_of([800 * PORTIONS, 20])) as visit:
             for _ in homes:
                 with visit() as found:
                     assert all((tensor == step).all() for tensor in found)
@@ -142,7 +142,7 @@ def test_both_directions_run_beside_each_other(machine: Machine) -> None:
     each = len(inward) // STEPS // PORTIONS
     for number in range(PORTIONS):
         fetched = inward[(PORTIONS + number) * each]  # in the second step
-        for distance, ordered in ((1, False), (2, False), (3, True)):
+        for distance, ordered in ((1, False), (2, False), (3, False), (4, True)):
             if number >= distance:
                 before = PORTIONS + number - distance
                 back = [access for access in machine.done if access.stream == "outward"][before * each]
