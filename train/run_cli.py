@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -79,15 +80,29 @@ def run_rank(settings: OmniConfig) -> None:
 @contextmanager
 def outcome_told(rank: int) -> Iterator[None]:
     """Tells the launcher how it ended. With a launcher a rank that was stopped ends with 0, and one that failed leaves
-    the message to it; without, the root command reports both."""
+    the message to it; without, the root command reports both. A rank of several that failed ends without taking its
+    groups down: NCCL would wait for others, which are in a collective call that never ends."""
     launched = OUTCOME_VARIABLE in os.environ
     try:
         yield
     except BaseException as error:
         leave_outcome(rank, error)
+        if isinstance(error, Exception) and not isinstance(error, ResumableError) and _of_several():
+            atexit.register(_end, error.exit_code if isinstance(error, OmniloomError) else 1)
         if launched and isinstance(error, ResumableError):
             raise SystemExit(0) from error
         if launched and isinstance(error, OmniloomError):
             raise SystemExit(error.exit_code) from error
         raise
     leave_outcome(rank, None)
+
+
+def _of_several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _end(code: int) -> NoReturn:
+    """Of this process: it comes before what was registered earlier, as torch did."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from schemas.errors import OmniloomError, StoppedError
+from schemas.errors import OmniloomError, SchemaError, StoppedError
+from tests.environment import environment
 from tests.train.tiny import omni_config
 from train.config import OmniConfig
 from train.run_cli import ALLOCATOR, run_rank
@@ -69,3 +72,39 @@ def test_segments_grow_unless_the_user_chose(
     run_rank(config)
     default = {ALLOCATOR[0]: "expandable_segments:True"}
     assert trainer.environment == (default if chosen is None else {chosen: "max_split_size_mb:512"})
+
+
+RANK = """
+import atexit, sys
+from schemas.errors import OmniloomError, SchemaError
+from train.run_cli import outcome_told
+
+atexit.register(print, "taken down")
+with outcome_told(1):
+    print("said before")
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "ranks", "code"),
+    [
+        ("raise SchemaError('no such row')", 2, SchemaError.exit_code),
+        ("raise RuntimeError('out of memory')", 2, 1),
+        ("raise SchemaError('no such row')", 1, SchemaError.exit_code),
+        ("pass", 2, 0),
+    ],
+)
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_rank_that_failed_takes_no_groups_down(
+    tmp_path: Path, end: str, ranks: int, code: int, launched: bool
+) -> None:
+    """Which would wait for others. What it said is not lost."""
+    more = {"OMNILOOM_OUTCOMES": str(tmp_path)} if launched else {}
+    variables = environment(RANK="1", WORLD_SIZE=str(ranks), **more)
+    command = [sys.executable, "-c", RANK.format(end=end)]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    said = "said before\n" + ("taken down\n" if ranks == 1 or not code else "")
+    assert ended.stdout == said, ended.stderr
+    assert ended.returncode == (code if ranks == 2 or launched else 1), ended.stderr
+    assert (tmp_path / "rank_1.json").exists() == launched
