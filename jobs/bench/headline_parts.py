@@ -43,12 +43,17 @@ FAST = {
 }
 HALF = FAST | {"train.gradient_checkpointing.vision_share": 0.55}  # whose blocks keep half as much
 LONGER = FAST | {  # twice as many rows
-    "train.gradient_checkpointing.keep_gb": 26.0,
+    "train.gradient_checkpointing.keep_gb": 36.0,
     "train.gradient_checkpointing.vision_share": 1.0,
     "data.dataloader.device_prefetch": 4,
 }
 # blocks compute long enough to hide gathers of whole experts, whose buffers are smaller than those of gathered rows
 LONG = {"train.accelerator.offload_config.enable_activation": True, "train.accelerator.ep_size": 1}
+ROOMY = {
+    "train.accelerator.offload_config.enable_optimizer": True,
+    KEEP: "projections",
+    "train.gradient_checkpointing.keep_gb": 24.0,
+}
 LONGEST = LONG | {KEEP: "attention", "train.gradient_checkpointing.keep_gb": 10.0}
 FROZEN = {"train.freeze_vit": True, "train.freeze_audio_tower": True}
 LIMITS_S = {
@@ -198,7 +203,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "full": full_part,
     "half": half_part,
     "32k": longer_part("32k", 32768, 4, LONGER),
-    "64k": longer_part("64k", 65536, 2, LONG),
+    "64k": longer_part("64k", 65536, 2, LONG | ROOMY),
     "160k": longest_part,
     "lora": lora_part,
     "veomni": veomni_part,
