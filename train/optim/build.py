@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from train.optim.muon import Muon, MuonState
 from train.optim.muon_layout import Matrices
 from train.optim.muon_parameters import head_blocks
 from train.optim.newton_schulz import NewtonSchulz
-from train.optim.offload import OffloadedAverages, aligned, size_of
+from train.optim.offload import OffloadedAverages, aligned
 from train.optim.rounding import Draws, Place
 from train.parallel.loading import local_part
 
@@ -90,13 +89,12 @@ class ModelOptimizer(Optimizer):
         where = device or (found[0].parameter.device if found else torch.device("cpu"))
         self._muon = Muon(found, NewtonSchulz.of(config), where)
         self._offload = self._offloaded() if offload else None
-        self._portions: list[tuple[int, list[Piece]]] = [
+        self._portions = [
             (number, pieces)
             for number, group in enumerate(self.param_groups if offload else ())
             if group["kind"] == "adamw"
             for pieces in adamw_portions(group["params"], self._places, ADAMW_PORTION)
         ]
-        self._largest = self._largest_portion() if offload else 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -111,7 +109,7 @@ class ModelOptimizer(Optimizer):
                     self._adamw(group)
             self._muon.step(state_of, lambda: nullcontext(next(averages)))
             return
-        with self._offload.visits(chain(self._adamw_averages(), averages), self._largest) as visit:
+        with self._offload.visits([*self._adamw_averages(), *averages]) as visit:
             for number, pieces in self._portions:
                 with visit() as found:
                     self._adamw_pieces(self.param_groups[number], pieces, found)
@@ -143,13 +141,6 @@ class ModelOptimizer(Optimizer):
         if dtype != self._state_dtype:
             return torch.zeros_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
         return self._offload.like(parameter, dtype)
-
-    def _largest_portion(self) -> int:
-        """Bytes on the GPU."""
-        each = self._state_dtype.itemsize
-        pieces = (size_of(each * piece.size for piece in pieces for _ in range(2)) for _, pieces in self._portions)
-        matrices = (size_of(each * size for size in portion.sizes()) for portion in self._muon.portions)
-        return max(chain(pieces, matrices), default=0)
 
     def _offloaded(self) -> OffloadedAverages:
         sizes = [

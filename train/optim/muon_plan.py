@@ -40,11 +40,6 @@ class Portion:
             found[entry.owner] += entry.count
         return found
 
-    def sizes(self) -> list[int]:
-        """Elements that this rank has of each entry."""
-        like = self.like
-        return [entry.count * like.held[like.rank] * like.columns for entry in self.entries]
-
     @property
     def shared(self) -> bool:
         return self.like.group is not None

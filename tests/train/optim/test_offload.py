@@ -28,7 +28,7 @@ from train.optim import muon_plan, offload
 from train.optim.adamw_pieces import adamw_portions
 from train.optim.build import ModelOptimizer, make_optimizer
 from train.optim.groups import parameter_groups
-from train.optim.offload import HostMemory, OffloadedAverages, aligned, side_by_side, size_of
+from train.optim.offload import HostMemory, OffloadedAverages
 from train.optim.rounding import Draws, Place
 from train.parallel.loading import local_part
 from train.trainer import make_trainer
@@ -135,7 +135,7 @@ def test_memory_is_handed_out_once() -> None:
 def test_a_portion_is_elsewhere_until_it_is_left() -> None:
     portions = [[torch.full((size,), float(size)), torch.full((3,), 0.5).bfloat16()] for size in (100, 7, 0, 300, 1, 9)]
     places: set[int] = set()
-    with OffloadedAverages(CPU, 0).visits(portions, size_of((1200, 6))) as visit:
+    with OffloadedAverages(CPU, 0).visits(portions) as visit:
         for portion in portions:
             with visit() as (one, other):
                 assert torch.equal(one, portion[0]) and torch.equal(other, portion[1])
@@ -145,33 +145,6 @@ def test_a_portion_is_elsewhere_until_it_is_left() -> None:
                 places.add(other.untyped_storage().data_ptr())
             assert (portion[0] == len(portion[0]) + 1).all() and (portion[1] == 1.5).all()
     assert len(places) == offload.BUFFERS
-
-
-def test_what_lies_side_by_side_is_copied_at_once() -> None:
-    """The slab's own order, another one, a hole, and tensors of another slab."""
-    sizes = [3, 100, 0, 64, 1, 130]
-    memory = HostMemory(sum(aligned(4 * size) for size in sizes), pinned=False)
-    homes = [memory.take((size,), torch.float32) for size in sizes]
-    buffer = offload._Buffer(torch.zeros(5000, dtype=torch.uint8), None)
-
-    def copied(portion: list[Tensor]) -> int:
-        """How many copies it took."""
-        for number, tensor in enumerate(portion):
-            tensor.fill_(number + 1)
-        here = buffer.like(portion)
-        pairs = list(side_by_side(here, portion))
-        for there, home in pairs:
-            there.copy_(home)
-        assert all(torch.equal(one, other) for one, other in zip(here, portion, strict=True))
-        return len(pairs)
-
-    assert copied(homes) == copied(homes[1:4]) == 1
-    assert copied(homes[::-1]) == len([size for size in sizes if size])
-    assert copied([*homes[:2], *homes[4:]]) == 2
-    elsewhere = HostMemory(1000, pinned=False)
-    assert copied([*homes, elsewhere.take((9,), torch.float32), elsewhere.take((9,), torch.float32)]) == 2
-    assert copied([homes[1][:50], homes[1][50:], homes[3]]) == 3  # the second half begins at no aligned place
-    assert copied([]) == copied(homes[2:3]) == 0
 
 
 def test_pieces_are_all_of_a_part_with_its_random_bits() -> None:
