@@ -109,13 +109,15 @@ def estimate_memory(
     alone = degrees.world == 1 and itemsize == read_dtype(lora, train).itemsize and not fsdp.offload
     beside = 0 if (tower := getattr(model, "frozen_audio", None)) is None else tower.nbytes
     gradients = sum(shard_bytes(parameter, degrees.fsdp) for parameter in trained)
-    if not fsdp.sync_every_micro_batch and degrees.fsdp > 1:
-        gradients += sum(parameter.numel() for parameter in trained) * FLOAT32
+    first_is_last = train.global_batch_size <= degrees.dp * train.micro_batch_size
+    if not fsdp.sync_every_micro_batch and degrees.fsdp > 1 and not first_is_last:
+        gradients += _summed(trained, model, degrees.ep, left, train)
+    reduced = _reduced(model, blocks, degrees.ep, left, train)
     return MemoryEstimate(
         parameters=sum(shard_bytes(parameter, degrees.fsdp) for parameter in model.parameters()),
         gradients=gradients,
         optimizer=averages(model, degrees, train),
-        gathered=(0 if alone else (root + whole) * itemsize + _reduced(model, blocks, degrees.ep, left)) + beside,
+        gathered=beside if alone else beside + (root + whole) * itemsize + reduced,
         activations=activations(model, train, max_seq_len // degrees.ulysses, itemsize, degrees.ep),
         media=media(model, degrees, train, max_seq_len, itemsize),
         workspace=WORKSPACE,
@@ -271,14 +273,21 @@ def _kept_of_mlp(config: Any, rows: int, ep: int, *, gathered: bool) -> float:
     return 2 * (choices + config.num_experts // ep * EXPERT_PADDING) * config.moe_intermediate_size
 
 
-def _reduced(model: nn.Module, blocks: list[tuple[str, nn.Module]], ep: int, left: Collection[int]) -> int:
-    """float32 gradients of the largest group on their way to the shards: a block's, or those of what is in none."""
-    divided = {id(p) for part in model.modules() if isinstance(part, Experts) for p in part.parameters(recurse=False)}
-
-    def made(parameters: Iterable[nn.Parameter]) -> int:
-        found = (p for p in parameters if p.requires_grad and id(p) not in left)
-        return sum(p.numel() // (ep if id(p) in divided else 1) for p in found)
-
+def _reduced(
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], ep: int, left: Collection[int], train: TrainConfig
+) -> int:
+    """Gradients of the largest group on their way to the shards: a block's, or those of what is in none."""
     in_blocks = {id(parameter) for _, block in blocks for parameter in block.parameters()}
-    root = made(parameter for parameter in model.parameters() if id(parameter) not in in_blocks)
-    return max([root, *(made(block.parameters()) for _, block in blocks)]) * FLOAT32
+    root = [parameter for parameter in model.parameters() if id(parameter) not in in_blocks]
+    return max(_summed(group, model, ep, left, train) for group in [root, *(block.parameters() for _, block in blocks)])
+
+
+def _summed(
+    parameters: Iterable[nn.Parameter], model: nn.Module, ep: int, left: Collection[int], train: TrainConfig
+) -> int:
+    """Bytes of a rank's whole gradients of parameters, in the dtype in which FSDP sums them up."""
+    precision = train.accelerator.fsdp_config.mixed_precision
+    wide = getattr(torch, precision.reduce_dtype).itemsize if precision.enable else None
+    divided = {id(p) for part in model.modules() if isinstance(part, Experts) for p in part.parameters(recurse=False)}
+    found = [p for p in parameters if p.requires_grad and id(p) not in left]
+    return sum(p.numel() // (ep if id(p) in divided else 1) * (wide or p.element_size()) for p in found)

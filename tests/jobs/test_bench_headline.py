@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from jobs.bench.headline_data import make_data
+from jobs.bench.headline_parts import FAST
 from jobs.bench.headline_profile import group_of, watched_of
 from jobs.bench.headline_setup import DOCUMENTS, QUICK_DOCUMENTS, Phase, Run, parse_setting, run_config, write_model
+from schemas.strict import check_config
+from train.config import OmniConfig
 from train.models.spec import build_foundation_model
 from train.ops.registry import Device, bind_ops, resolve
 
@@ -50,6 +55,20 @@ def test_settings_reach_the_configuration(tmp_path: Path) -> None:
     assert config.train.global_batch_size == 8
     with pytest.raises(ValueError, match="KEY=VALUE"):
         parse_setting("train.freeze_vit")
+
+
+def test_the_documented_configuration_is_that_of_the_figures(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page.partition("## The 30B on two GPUs")[2].partition("\n## ")[0], re.S)
+    shown = check_config(yaml.safe_load(text), OmniConfig)
+    run = Run("full", "train", False, 2, 48, str(tmp_path), str(tmp_path), settings=FAST)
+    timed = run_config(run, Phase("some", "4k", 16384, 8, 1, 1))
+    for part in ("accelerator", "gradient_checkpointing", "global_batch_size", "micro_batch_size"):
+        assert getattr(shown.train, part) == getattr(timed.train, part), part
+    other = {"lr_decay_style", "weight_decay"}  # a training's own
+    assert shown.train.optimizer.model_dump(exclude=other) == timed.train.optimizer.model_dump(exclude=other)
+    assert shown.data.max_seq_len == timed.data.max_seq_len
+    assert shown.train.logging.log_steps == timed.train.logging.log_steps
 
 
 def test_profile_counts_gaps_and_groups() -> None:

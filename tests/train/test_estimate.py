@@ -153,6 +153,30 @@ def test_experts_over_the_ranks_are_gathered_no_more_but_rows_are() -> None:
     assert alone.activations > sharded.activations
 
 
+def test_gradients_that_wait_for_the_last_micro_batch() -> None:
+    """Whole ones of what FSDP gathers, in the dtype in which they are reduced."""
+    config = SPECS["qwen3_moe"].config_class(num_hidden_layers=2, num_experts=8, moe_intermediate_size=256)
+    with torch.device("meta"):
+        found = SPECS["qwen3_moe"].build(config, eager_ops()).bfloat16()
+    total = sum(parameter.numel() for parameter in found.parameters())
+    experts = sum(parameter.numel() for name, parameter in found.named_parameters() if "experts" in name)
+    assert 0 < experts < total
+
+    def waiting(reduce: str, batch: int = 8, ep: int = 2, **precision: Any) -> int:
+        gradients = []
+        for every in (True, False):
+            fsdp = {"mixed_precision": {"reduce_dtype": reduce} | precision, "sync_every_micro_batch": every}
+            keys = train(accelerator={"fsdp_config": fsdp, "ep_size": ep}, global_batch_size=batch)
+            gradients.append(estimate_memory(found, Degrees(1, 2, ep=ep), keys, 4096).gradients)
+        return gradients[1] - gradients[0]
+
+    assert waiting("bfloat16") == 2 * (total - experts)  # those of experts are added up where they stay
+    assert waiting("float32") == 4 * (total - experts + experts // 2)
+    assert waiting("bfloat16", ep=1) == 2 * total
+    assert waiting("float32", ep=1, enable=False) == 2 * total  # in that of the parameters
+    assert waiting("float32", batch=2) == 0  # the first micro-batch is the last
+
+
 def test_steps_are_those_of_the_plan(tmp_path: Path) -> None:
     batch = BatchConfig(global_batch_size=4, num_train_epochs=3)
     setup = Setup(data_config(write_data(tmp_path), tmp_path / "cache"), batch)
