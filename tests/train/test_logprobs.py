@@ -138,7 +138,7 @@ def _all_layouts(made: Made, folder: Path, world_size: int) -> None:
         dumped(made.config(**{"fsdp": layout.get("fsdp_config"), **layout}), folder / name, features=features)
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_divided_equals_transformers(made: Made, tmp_path: Path, world_size: int) -> None:
     dist.run(world_size, _all_layouts, made, tmp_path, world_size)
     for name, layout in LAYOUTS[world_size].items():

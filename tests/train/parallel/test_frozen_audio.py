@@ -99,7 +99,7 @@ def alone(omni: Path) -> dict[str, Outcome]:
     return {family: course(family, {}, omni) for family in BATCHES}
 
 
-@pytest.mark.parametrize("world_size", COMBINATIONS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_equal_one_process(omni: Path, alone: dict[str, Outcome], world_size: int) -> None:
     found: list[dict[str, Outcome]] = processes.run(world_size, _all, omni, world_size)[0]
     for keys, by_family in zip(COMBINATIONS[world_size], found, strict=True):

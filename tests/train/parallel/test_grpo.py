@@ -74,7 +74,7 @@ def _all(world_size: int) -> list[tuple[Outcome, dict[str, float]]] | None:
     return found if dist.get_rank() == 0 else None
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_equal_one_process(world_size: int) -> None:
     wanted = statistics_of(parts_of({}, coef=0.05), batches_of(0, Degrees()))
     assert wanted["responses"] == 16 and min(wanted[name] for name in COUNTED) > 0
