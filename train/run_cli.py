@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -104,5 +104,6 @@ def _of_several() -> bool:
 def _end(code: int) -> NoReturn:
     """Of this process: it comes before what was registered earlier, as torch did."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):  # whoever read it may be gone
+            stream.flush()
     os._exit(code)
