@@ -127,9 +127,7 @@ def phase_claims(run: Run, phase: Phase, watch: PhaseWatch, trainer: BaseTrainer
     )
     share = 100 * found.wait_s / found.step_s
     workers = trainer.args.data.dataloader.num_workers
-    waited = (
-        f"{1e3 * found.wait_s:.1f} ms of a step, {1e3 * found.host_wait_s:.1f} by the host's clock, which is ahead; "
-    )
+    waited = f"{1e3 * found.wait_s:.1f} ms of a step; the host, which is ahead, {1e3 * found.host_wait_s:.1f} ms; "
     waited += f"{workers} loader processes a GPU"
     wait = at_most(f"{name}: waiting for data", share, WAIT_GOAL, "%", waited)
     claims.append(replace(wait, met=None) if run.quick else wait)

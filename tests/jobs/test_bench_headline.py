@@ -63,11 +63,11 @@ def test_the_documented_configuration_is_that_of_the_figures(tmp_path: Path) -> 
     shown = check_config(yaml.safe_load(text), OmniConfig)
     run = Run("full", "train", False, 2, 48, str(tmp_path), str(tmp_path), settings=FAST)
     timed = run_config(run, Phase("some", "4k", 16384, 8, 1, 1))
-    for part in ("accelerator", "gradient_checkpointing", "global_batch_size", "micro_batch_size"):
+    for part in ("accelerator", "gradient_checkpointing", "memory", "global_batch_size", "micro_batch_size"):
         assert getattr(shown.train, part) == getattr(timed.train, part), part
     other = {"lr_decay_style", "weight_decay"}  # a training's own
     assert shown.train.optimizer.model_dump(exclude=other) == timed.train.optimizer.model_dump(exclude=other)
-    assert shown.data.max_seq_len == timed.data.max_seq_len
+    assert (shown.data.max_seq_len, shown.data.dataloader) == (timed.data.max_seq_len, timed.data.dataloader)
     assert shown.train.logging.log_steps == timed.train.logging.log_steps
 
 
