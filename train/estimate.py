@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,29 +17,24 @@ from schemas.errors import ConfigError
 from train.config import BatchConfig, LoraConfig, TrainConfig
 from train.data.plan import rank_slots
 from train.data.plan_store import PlanStore
+from train.estimate_activations import activations, media
 from train.mesh import Degrees
 from train.model_build import AnyModel, read_dtype
 from train.models.moe import Experts
 from train.models.spec import fsdp_units
-from train.ops.expert_backward import ROOM
 from train.optim.build import STATE_DTYPES
 from train.optim.groups import names_without_decay
 from train.optim.muon_parameters import muon_names
-from train.parallel.expert_apply import gathers, needs_no_fsdp
+from train.parallel.expert_apply import needs_no_fsdp
 
-FLOAT32 = 4
 WORKSPACE = 1 << 30  # bytes of CUDA context, NCCL and libraries
-ACTIVATIONS_OF_A_BLOCK = 16  # of its input's size, that a block keeps without checkpointing (Korthikanti et al. 2022)
-OFFLOAD_WINDOW = 2 + 1  # inputs of blocks on the GPU that are on their way to or from the CPU
-LOSS_CHUNK = 1 << 28  # bytes of logits at a time
-EXPERT_PADDING = 63  # rows at most behind those of each expert, which begin at multiples of 64 on Hopper
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on each GPU. parameters: shards, in their own dtype; gradients: of those that are trained, in theirs;
     optimizer: AdamW's two averages or Muon's one; gathered: whole copies that are there at a time, in the dtype that is
-    computed in, of the root and of two blocks, and a frozen audio tower beside the model; activations, media: see the
+    computed in, of the root and of two blocks, and a frozen audio tower beside the model; activations, media: see their
     functions; workspace: of CUDA and its libraries. With offload the first three are in CPU memory, with
     optimizer_offloaded the third; what of it visits the GPU in a step, when activations are gone, is not counted."""
 
@@ -212,65 +206,6 @@ def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
         return parameter.numel()
     rows = -(-parameter.shape[0] // ranks)
     return rows * (parameter.numel() // parameter.shape[0]) if parameter.shape[0] else 0
-
-
-def activations(model: AnyModel, train: TrainConfig, tokens: int, itemsize: int, ep: int = 1) -> int:
-    """Bytes of the text model's: of blocks that are computed again the input, and what attention, its projections and
-    the MLP made where it is kept, and all of one block; of others everything; and the logits of a chunk with their
-    gradient. Those of the towers are counted as if their tokens were the text model's. ep: ranks that divide the
-    experts; where they gather rows, buffers are those of the rows of all."""
-    config = model.config.get_text_config()
-    row = config.hidden_size * itemsize
-    rows, layers = tokens * train.micro_batch_size, config.num_hidden_layers
-    top_k = getattr(config, "num_experts_per_tok", 0)
-    experts = top_k * 3 * getattr(config, "moe_intermediate_size", 0) * itemsize
-    gathered = ep > 1 and gathers(train.accelerator.expert_dispatch, ep, top_k, rows)
-    if gathered:
-        experts = ep * (experts + row)
-    block = rows * (ACTIVATIONS_OF_A_BLOCK * row + experts)
-    again = train.gradient_checkpointing
-    if not again.enable:
-        return block * layers + 2 * LOSS_CHUNK
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = config.num_attention_heads
-    pairs = 2 * (getattr(config, "num_key_value_heads", None) or heads)
-    kept = 0
-    if again.keep != "inputs":
-        kept += heads * (head_dim * itemsize + FLOAT32)  # the output, and a number of each softmax
-    if again.keep in ("projections", "mlp"):
-        kept += ((heads + pairs) * head_dim + config.hidden_size) * itemsize
-    mlp = 0.0
-    if again.keep == "mlp":
-        mlp = _kept_of_mlp(config, rows, ep, gathered=gathered) * itemsize
-    computed = round(layers * again.share)
-    offload = train.accelerator.offload_config
-    inputs = rows * row * computed
-    if offload.enable_activation:
-        inputs = min(inputs, int(offload.activation_gpu_limit * 1e9) + OFFLOAD_WINDOW * rows * row)
-    results = int((rows * kept + mlp) * computed)
-    if again.keep_gb is not None:
-        results = min(results, int(again.keep_gb * 1e9))
-    return inputs + results + block * (1 + layers - computed) + 2 * LOSS_CHUNK
-
-
-def media(model: AnyModel, degrees: Degrees, train: TrainConfig, max_seq_len: int, itemsize: int) -> int:
-    """Bytes of the patches of a step's micro-batches, which are all on the GPU when it begins, and of the one after
-    them, if all their tokens were of pictures."""
-    vision = getattr(model.config, "vision_config", None)
-    if vision is None:
-        return 0
-    patch = 3 * vision.temporal_patch_size * vision.patch_size**2
-    sequences = -(-train.global_batch_size // degrees.dp) + train.micro_batch_size
-    return sequences * max_seq_len // degrees.ulysses * vision.spatial_merge_size**2 * patch * itemsize
-
-
-def _kept_of_mlp(config: Any, rows: int, ep: int, *, gathered: bool) -> float:
-    """Elements that a layer keeps of what its activation is of, gate and up."""
-    top_k = getattr(config, "num_experts_per_tok", 0)
-    if not top_k:
-        return 2.0 * rows * config.intermediate_size
-    choices = rows * top_k * (ROOM if gathered else 1)
-    return 2 * (choices + config.num_experts // ep * EXPERT_PADDING) * config.moe_intermediate_size
 
 
 def _reduced(

@@ -84,14 +84,16 @@ def test_more_shards_take_less_and_replicas_the_same() -> None:
 
 
 def test_checkpointing_and_shorter_slices_take_less() -> None:
-    kept = estimate_memory(model(), Degrees(), train(gradient_checkpointing={"enable": False}), 1 << 20)
-    again = estimate_memory(model(), Degrees(), train(), 1 << 20)
+    found = model()
+    found.visual.requires_grad_(False)
+    kept = estimate_memory(found, Degrees(), train(gradient_checkpointing={"enable": False}), 1 << 20)
+    again = estimate_memory(found, Degrees(), train(), 1 << 20)
     assert again.activations < kept.activations
-    config = model().config.get_text_config()
+    config = found.config.get_text_config()
     inner = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     out = config.num_attention_heads * config.head_dim
     policies = {keep: train(gradient_checkpointing={"keep": keep}) for keep in ("attention", "projections", "mlp")}
-    made = {keep: estimate_memory(model(), Degrees(), policy, 1 << 20) for keep, policy in policies.items()}
+    made = {keep: estimate_memory(found, Degrees(), policy, 1 << 20) for keep, policy in policies.items()}
     a_row = config.num_hidden_layers << 20
     of_attention = (2 * out + 4 * config.num_attention_heads) * a_row  # bfloat16, and float32 of each softmax
     assert made["attention"].activations - again.activations == of_attention
@@ -100,8 +102,36 @@ def test_checkpointing_and_shorter_slices_take_less() -> None:
     of_mlp = 2 * 2 * config.num_experts_per_tok * config.moe_intermediate_size * a_row
     of_mlp += 2 * 2 * 63 * config.num_experts * config.moe_intermediate_size * config.num_hidden_layers
     assert made["mlp"].activations - made["projections"].activations == of_mlp
-    sliced = estimate_memory(model(), Degrees(ulysses=2), train(), 1 << 20)
+    sliced = estimate_memory(found, Degrees(ulysses=2), train(), 1 << 20)
     assert sliced.activations < again.activations
+
+
+def test_a_vision_tower_that_is_trained_is_counted_beside_the_text() -> None:
+    """With its own rows, merge_size ** 2 for each token, and its own blocks and share."""
+
+    def of_tower(tokens: int, degrees: Degrees | None = None, **keys: Any) -> int:
+        found, made = model(), []
+        for trained in (True, False):
+            found.visual.requires_grad_(trained)
+            made.append(estimate_memory(found, degrees or Degrees(), train(**keys), tokens).activations)
+        return made[0] - made[1]
+
+    config = model().config.vision_config
+    patches = 512 * config.spatial_merge_size**2
+    a_block = 2 * config.hidden_size * patches  # bfloat16
+    assert of_tower(512) == config.depth * a_block
+    assert of_tower(512, Degrees(ulysses=2)) == config.depth * a_block // 2
+    assert of_tower(512, micro_batch_size=2, global_batch_size=2) == 2 * config.depth * a_block
+    of_softmax = 4 * config.num_heads * patches
+    assert of_tower(512, gradient_checkpointing={"keep": "attention"}) == config.depth * (2 * a_block + of_softmax)
+    assert of_tower(512, gradient_checkpointing={"keep": "mlp"}) == config.depth * (3 * a_block + of_softmax)
+    assert of_tower(512, gradient_checkpointing={"keep": "mlp", "keep_gb": 0.0}) == config.depth * a_block
+    assert of_tower(512, gradient_checkpointing={"vision_share": 0.0}) == config.depth * 16 * a_block
+    assert of_tower(512, gradient_checkpointing={"enable": False}) == config.depth * 16 * a_block
+    offload = {"offload_config": {"enable_activation": True, "activation_gpu_limit": 0.0}}
+    assert of_tower(512, accelerator=offload) == 3 * max(
+        0, a_block - 2 * model().config.get_text_config().hidden_size * 512
+    )
 
 
 def test_patches_of_a_step_are_counted() -> None:
