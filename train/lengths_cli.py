@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 import yaml
 
 from schemas.errors import ConfigError
-from schemas.strict import load_config
-from train.config import BatchConfig, OmniConfig
-from train.data.lengths import Lengths, load_lengths, load_text_lengths
-from train.data.lengths_report import lengths_report, report_lines
-from train.data.packed_files import PackedIndex
-from train.data.processor import ProcessorAssets, load_assets
-from train.data.sources import open_sources
-from train.data.text_files import is_text_path, scan_text
-from train.data.text_rows import TextRows
-from train.model_assets import training_assets
-from train.progress import progress
+from train.config import BatchConfig
 
 _DATA_HELP = "A packed dataset, JSONL or Parquet of text, or the YAML configuration of a training."
 _SEED_HELP = "Of preprocessors that use chance; as train.seed."
@@ -47,38 +36,24 @@ def lengths(
 ) -> None:
     """Count the tokens of every row, and keep the counts for training. With a configuration all of its sources are
     counted with its processor; overrides as of `train run`."""
+    from train.lengths_run import count_configured, count_dataset  # noqa: PLC0415  # seconds to import
+
     if data.endswith((".yaml", ".yml")):
-        _configured(data, context.args, as_json)
+        typer.echo(count_configured(data, context.args, as_json=as_json))
         return
     if context.args:
         raise ConfigError(f"{context.args[0]!r} is no option of `omniloom train lengths`; see --help")
     if processor is None:
         raise ConfigError("--processor is missing: the checkpoint directory whose tokenizer counts")
-    if source_name is None and is_text_path(data):
-        raise ConfigError(f"{data} is text; --source-name says which preprocessor reads it")
-    assets = load_assets(processor, use_audio_in_video=audio_in_video, wrap_video=wrap_video, system=system)
-    if source_name is None:
-        found = _packed(data, assets, workers, cache)
-    else:
-        rows = TextRows(source_name, _arguments(source_args or []), tuple(imports or ()), seed)
-        found = _text(data, rows, assets, workers, cache)
-    report = lengths_report(found, max_seq_len)
-    typer.echo(json.dumps(report) if as_json else "\n".join(report_lines(report, max_seq_len)))
-
-
-def _configured(path: str, overrides: list[str], as_json: bool) -> None:
-    """All sources of a configuration, as training opens them."""
-    config = load_config(path, overrides, OmniConfig)
-    assets = training_assets(config)
-    with progress("counting tokens", None, "rows") as advance:
-        sources = open_sources(config.data, assets, config.train.seed, lambda _, count: advance(count))
-    limit = config.data.max_seq_len
-    reports = {source.rows.name: lengths_report(source.lengths, limit) for source in sources}
-    if as_json:
-        typer.echo(json.dumps(reports))
-        return
-    for name, report in reports.items():
-        typer.echo("\n".join([f"source    {name}", *report_lines(report, limit)]))
+    rows = None
+    if source_name is not None:
+        given = _arguments(source_args or [])
+        rows = {"source_name": source_name, "arguments": given, "imports": tuple(imports or ()), "seed": seed}
+    said = count_dataset(
+        data, processor, rows, workers=workers, cache=cache, max_seq_len=max_seq_len, as_json=as_json,
+        use_audio_in_video=audio_in_video, wrap_video=wrap_video, system=system,
+    )  # fmt: skip
+    typer.echo(said)
 
 
 def _arguments(words: list[str]) -> dict[str, Any]:
@@ -90,15 +65,3 @@ def _arguments(words: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--source-arg {word!r}: write KEY=VALUE")
         found[key] = yaml.safe_load(text)
     return found
-
-
-def _packed(data: str, assets: ProcessorAssets, workers: int | None, cache: str | None) -> Lengths:
-    with progress("counting tokens", PackedIndex.read(data).num_rows, "rows") as advance:
-        return load_lengths(data, assets, workers=workers, cache=cache, advance=advance)
-
-
-def _text(data: str, rows: TextRows, assets: ProcessorAssets, workers: int | None, cache: str | None) -> Lengths:
-    with progress("finding rows", None, "bytes") as advance:
-        files = scan_text(data, advance)
-    with progress("counting tokens", files.num_rows, "rows") as advance:
-        return load_text_lengths(files, rows, assets, workers=workers, cache=cache, advance=advance)

@@ -42,13 +42,24 @@ def ended(error: Exception, monkeypatch: pytest.MonkeyPatch, *arguments: str) ->
     return stopped.value.code
 
 
-def test_help_imports_nothing_heavy() -> None:
+def loaded(heavy: tuple[str, ...], *arguments: str) -> str:
+    """Which of these packages a command has imported when it ends."""
     code = (
-        "import sys\nfrom jobs import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit: pass\n"
-        f"print('LOADED', [name for name in {HEAVY} if name in sys.modules])"
+        f"import sys\nfrom jobs import cli\ntry:\n    cli.main({list(arguments)})\nexcept SystemExit: pass\n"
+        f"print('LOADED', [name for name in {heavy} if name in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert answer.stdout.splitlines()[-1] == "LOADED []"
+    return answer.stdout.splitlines()[-1]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert loaded(HEAVY, "--help") == "LOADED []"
+
+
+def test_what_starts_trainings_reads_its_configuration_and_nothing_heavy() -> None:
+    """It waits beside its ranks for as long as they train."""
+    heavy = tuple(name for name in HEAVY if name != "pydantic")
+    assert loaded(heavy, "train", "lengths", "--help") == "LOADED []"
 
 
 def test_help_lists_the_exit_codes() -> None:
