@@ -82,7 +82,7 @@ def test_values_of_a_wrong_kind(
     assert "config.json" in message and key in message and "fault of omniloom" not in message
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
     assert omniloom("inspect", source) in (0, 2)  # says what it is, and why nothing takes it
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # a size that somebody made up would take hours, or all memory
     assert "fault of omniloom" not in capsys.readouterr().err
 
 
@@ -141,7 +141,7 @@ def test_a_million_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ):
             began = time.process_time()
             assert omniloom(*command) in (0, 2, 7, 8)
-            assert time.process_time() - began < 5
+            assert time.process_time() - began < 60  # ten times what it takes; layer by layer it would be hours
     assert "fault of omniloom" not in capsys.readouterr().err
 
 

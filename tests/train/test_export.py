@@ -113,7 +113,7 @@ def test_an_export_can_be_stopped(
     exporter.start(tmp_path / "step_4")
     with caplog.at_level("WARNING", logger="omniloom.train"):
         exporter.stop()
-    assert time.monotonic() - began < 10 and exporter.poll() is None
+    assert time.monotonic() - began < 30 and exporter.poll() is None
     assert "step_4: is not exported yet" in caplog.text and f"dcp-to-hf {tmp_path / 'step_4'} " in caplog.text
     with pytest.raises(ProcessLookupError):
         os.kill(process.process.pid, 0)

@@ -7,6 +7,7 @@ import torch
 
 from tests.train.ops.triton_cases import DEVICE, ON_GPU, gpu, kernels_can_run, relative_error
 from train.ops import triton_adamw, triton_muon, triton_scale, triton_symmetric
+from train.ops.triton_tiles import pick_tile
 from train.optim.adamw import AdamWNumbers, AdamWTensors, _update
 from train.optim.rounding import Draws, Place, round_to
 
@@ -17,6 +18,14 @@ PLACES = [Place(0, 700, 700), Place(5_000_000_123, 100, 300), Place(12, 35, 7 * 
 
 def setup_module() -> None:
     kernels_can_run()
+
+
+def mirrored(found: torch.Tensor, edge: int) -> bool:
+    """Squares of `edge` off the diagonal are copies. Those on it are products, whose sums a CPU's BLAS may take in
+    another order above the diagonal than below; a GPU does not."""
+    band = torch.arange(found.shape[-1], device=found.device) // edge
+    copied = torch.ones_like(found, dtype=torch.bool) if ON_GPU else band[:, None] != band
+    return bool(((found == found.mT) | ~copied).all())
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
@@ -32,7 +41,7 @@ def test_symmetric_products(shape: tuple[int, int, int], dtype: torch.dtype) -> 
         (triton_symmetric.gram_columns(x), x.double().mT @ x.double()),
     ):
         assert relative_error(found, exact) < EXACT[dtype]
-        assert torch.equal(found, found.mT)
+        assert mirrored(found, pick_tile(triton_symmetric.PRODUCTS, x).m)
     gram = triton_symmetric.symmetric(x, x)
     wide = gram.double()
     made = triton_symmetric.symmetric(gram, gram, 2.5, gram, -4.0)
