@@ -12,13 +12,12 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from schemas.errors import UnsupportedError
 from train.models.checkpointing import CheckpointPolicy
@@ -29,6 +28,9 @@ from train.ops.linear_cross_entropy import CrossEntropy
 from train.ops.registry import Ops
 from train.ops.segments import Segments
 from train.ops.token_objective import labelled_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 PACKED = "omniloom_packed"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -79,9 +81,6 @@ def packed_attention(
         **options,
     )
     return out[None].contiguous(), None
-
-
-AttentionInterface.register(PACKED, packed_attention)
 
 
 class HubModel(nn.Module):
@@ -200,6 +199,10 @@ def build_hub_model(
 ) -> HubModel:
     """The model of a folder with a config.json, its parameters not loaded, on torch's current default device (meta to
     build without memory). UnsupportedError: what this backend cannot train, by name."""
+    # seconds to import, and of no use to models of ours
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    AttentionInterface.register(PACKED, packed_attention)
     config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code, local_files_only=True)
     check_config(config)
     try:
