@@ -183,7 +183,14 @@ def _settings(target: str, overrides: list[str]) -> PackConfig:
         return load_config(target, overrides, PackFile).pack
     if overrides:
         raise ConfigError(f"overrides ({overrides[0]}) need the configuration file, not {target}")
-    return load_plan(open_storage(target)).config
+    storage = open_storage(target)
+    config = load_plan(storage).config
+    if relative := [root for root in config.rows.allowed_roots if "://" not in root and not Path(root).is_absolute()]:
+        raise ConfigError(
+            f"rows.allowed_roots has {relative[0]}, which is relative to where the job was started; name the "
+            f"configuration instead of {target}"
+        )
+    return config.model_copy(update={"output": storage.location})  # it may have been given relative to another folder
 
 
 def _say_change(change: PlanChange | None, always: bool = False) -> None:

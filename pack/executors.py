@@ -269,7 +269,7 @@ def _start_ray(ray: Any, executor: ExecutorConfig) -> None:
                 object_store_memory=RAY_OBJECT_STORE_BYTES,
                 **options,
             )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises bare ones, too, when its start takes longer than it waits
         where = f"the Ray cluster at {address}" if address else "a local Ray"
         said = " ".join(str(error).split())
         raise OmniloomError(f"cannot start or reach {where}: {said} (pack.executor.kind=local needs no Ray)") from error

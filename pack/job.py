@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pack.config import PackConfig
-from pack.executors import Failure, Outcome, WorkerDied, run_tasks
+from pack.executors import Failure, WorkerDied, run_tasks
 from pack.fingerprint import fingerprint, preprocessor_code
 from pack.guard import Crumb, read_crumbs
 from pack.manifest_files import find_manifests
@@ -25,9 +25,10 @@ from pack.plan import Partition, Plan, PlanChange, make_plan, with_retries
 from pack.plan_file import PLAN_FILE, load_plan, save_plan
 from pack.reader import CARD_FILE, INDEX_FILE
 from pack.rejects import read_plan_commits, rejected_offsets
-from pack.report import Counts, Events, bad_ratio, bad_rows, bar, job_progress
+from pack.report import Events, bad_ratio, bad_rows, bar, job_progress
 from pack.row import MediaLoader, check_preprocessor_args
 from pack.signals import Stoppable
+from pack.standing import Standing
 from pack.storage import Storage, open_storage, remove_tree
 from pack.task import PartitionTask
 from pack.verify import Verification, verify
@@ -177,34 +178,6 @@ def _finished(storage: Storage, plan: Plan) -> DatasetCard | None:
     return found if found.fingerprint == mark else None
 
 
-class _Standing:
-    """Where a run stands: what is committed, and what the breadcrumbs of its workers say."""
-
-    def __init__(self, storage: Storage, plan: Plan, job: str) -> None:
-        self._storage, self._job = storage, job
-        self.finished: dict[str, Counts] = {}
-        for commit in read_plan_commits(storage, plan):
-            totals = commit.record.totals
-            rejected, media_s = sum(totals.rejected.values()), totals.video_s or totals.audio_s
-            self.finished[commit.planned.name] = Counts(totals.rows_in, rejected, media_s, totals.media_bytes)
-        self.before = self.now()
-
-    def now(self) -> Counts:
-        finished = dict(self.finished)
-        running = [
-            Counts(crumb.rows_done, crumb.rejects, crumb.media_s, crumb.bytes)
-            for _, crumb, _ in read_crumbs(self._storage.staging_root)
-            if crumb.job == self._job and crumb.partition not in finished and not crumb.owner_is_dead
-        ]
-        return Counts().plus([*finished.values(), *running])
-
-    def take(self, outcome: Outcome) -> None:
-        fields = asdict(outcome)
-        if "rows" in fields:
-            counts = Counts(fields["rows"], fields["rejected"], fields["media_s"], fields["bytes"])
-            self.finished[outcome.partition] = counts
-
-
 def _run(
     storage: Storage,
     plan: Plan,
@@ -215,13 +188,12 @@ def _run(
 ) -> None:
     """Rounds over what is missing. OmniloomError names a partition that is still missing after the last one."""
     job = uuid.uuid4().hex[:12]
-    standing = _Standing(storage, plan, job)
+    standing = Standing(storage, plan, job)
     me = {"host": socket.gethostname(), "pid": os.getpid()}
     events.add("started", job=job, partitions=len(todo), **asdict(standing.before), **me)
     failures: dict[str, Failure] = {}
-    rows = sum(partition.rows for partition in plan.partitions)
     try:
-        with job_progress(rows, standing.now, standing.before):
+        with job_progress(plan.rows, standing.now, standing.before, lambda: standing.at_work):
             for number in range(ROUNDS):
                 tasks = [_task(plan, partition, storage, job, isolated=number > 0) for partition in todo]
                 _round(tasks, plan, media, stop, events, standing, failures)
@@ -258,7 +230,7 @@ def _round(
     media: MediaLoader | None,
     stop: Stoppable,
     events: Events,
-    standing: _Standing,
+    standing: Standing,
     failures: dict[str, Failure],
 ) -> None:
     with closing(run_tasks(tasks, plan.config.executor, media, stop)) as outcomes:

@@ -124,10 +124,14 @@ class Told:
 
 @contextmanager
 def job_progress(
-    total_rows: int, poll: Callable[[], Counts], before: Counts, line_every_s: float = LINE_EVERY_S
+    total_rows: int,
+    poll: Callable[[], Counts],
+    before: Counts,
+    at_work: Callable[[], bool] = lambda: True,
+    line_every_s: float = LINE_EVERY_S,
 ) -> Iterator[None]:
-    """The bar of `run`: rows, hours of media per second, bytes, rejects, time left. poll: reads where the job
-    stands."""
+    """The bar of `run`: rows, hours of media per second, bytes, rejects, time left. poll: reads where the job stands;
+    at_work: whether a worker has begun, which takes Ray half a minute."""
     began = time.monotonic()
     latest = before
 
@@ -137,6 +141,8 @@ def job_progress(
         return latest.rows, total_rows
 
     def say() -> str:
+        if not at_work():
+            return f"{latest.rows:,} of {total_rows:,} rows, workers are starting"
         return job_line(latest, before, total_rows, time.monotonic() - began)
 
     with _shown(stderr_console(), "packing", say, done, line_every_s):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
@@ -13,12 +12,12 @@ import psutil
 
 from pack.guard import read_crumbs
 from pack.job import FINISHED_FILE
-from pack.plan import Plan
 from pack.plan_file import load_plan
 from pack.reader import CARD_FILE, INDEX_FILE
 from pack.readme import human_bytes
-from pack.rejects import Commit, final_rejects, read_plan_commits
+from pack.rejects import read_plan_commits
 from pack.report import Counts, clock, read_events
+from pack.standing import committed_counts, standing
 from pack.storage import Storage
 
 
@@ -72,7 +71,7 @@ def read_status(storage: Storage) -> Status:
         attempts.append(Attempt(*where, crumb.isolated, alive, round(time.time() - written, 1)))
         if alive is not False:
             running.append(Counts(crumb.rows_done, crumb.rejects, crumb.media_s, crumb.bytes))
-    now = Counts().plus([*_finished(storage, plan, commits), *running])
+    now = standing(plan, committed_counts(commits), running)
     events = read_events(storage)
     rows = plan.rows
     return Status(
@@ -89,18 +88,6 @@ def read_status(storage: Storage) -> Status:
         last_event=events[-1] if events else None,
         attempts=attempts,
     )
-
-
-def _finished(storage: Storage, plan: Plan, commits: list[Commit]) -> Iterator[Counts]:
-    """What is committed. A retried row counts once, as what it is now."""
-    retried = any(commit.planned.generation for commit in commits)
-    for commit in commits:
-        totals = commit.record.totals
-        rows = 0 if commit.planned.generation else totals.rows_in
-        rejected = 0 if retried else sum(totals.rejected.values())
-        yield Counts(rows, rejected, totals.video_s or totals.audio_s, totals.media_bytes)
-    if retried:
-        yield Counts(0, sum(1 for _ in final_rejects(storage, plan, commits)), 0.0, 0)
 
 
 def _job_is_alive(events: list[dict[str, Any]]) -> bool:

@@ -28,6 +28,7 @@ from pack.plan_file import load_plan
 from pack.reader import PackedDataset
 from pack.rejects import final_rejects, read_plan_commits
 from pack.report import read_events
+from pack.standing import Standing
 from pack.status import read_status, status_lines
 from pack.storage import LocalStorage
 from schemas.dataset import Reject
@@ -149,6 +150,14 @@ def test_a_job_of_nothing_but_bad_rows_ends_and_says_so(tmp_path: Path) -> None:
     assert run_job(config, MEDIA)[0].nothing_to_do
 
 
+def _where_it_stood(config: PackConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(rows done, rejected) when the last run began, and now, as the progress line tells them."""
+    storage = LocalStorage(Path(config.output))
+    started = [event for event in read_events(storage) if event["event"] == "started"][-1]
+    now = Standing(storage, load_plan(storage), "").now()
+    return (started["rows"], started["rejects"]), (now.rows, now.rejects)
+
+
 def test_retry_takes_only_rejected_rows_and_none_twice(tmp_path: Path) -> None:
     write_clips(tmp_path, 20)
     for i in (3, 8, 15):
@@ -161,6 +170,7 @@ def test_retry_takes_only_rejected_rows_and_none_twice(tmp_path: Path) -> None:
         (tmp_path / f"{i}.txt").write_text("1")
     second, count = retry_job(config, media=MEDIA)
     assert count == 3
+    assert _where_it_stood(config) == ((18, 1), (21, 2))
     totals = second.card.totals
     assert (totals.rows_in, totals.rows_packed, totals.rejected) == (21, 19, {"duplicate_id": 1, "missing_file": 1})
     assert [(r.id, r.attempts) for r in _rejects(config)] == [("r8", 2), ("r2", 1)]
@@ -173,6 +183,7 @@ def test_retry_takes_only_rejected_rows_and_none_twice(tmp_path: Path) -> None:
     assert (status.rows_planned, status.rows_done) == (card.rows_in, card.rows_in)
     assert status.rejected == sum(card.rejected.values())
     third, count = retry_job(config, ["missing_file"], MEDIA)
+    assert _where_it_stood(config) == ((20, 1), (21, 1))
     assert (count, third.card.totals.rows_packed, third.card.totals.rejected) == (1, 20, {"duplicate_id": 1})
     again, change = run_job(config, MEDIA)
     assert (again.nothing_to_do, change) == (True, None)

@@ -176,6 +176,39 @@ def test_an_unknown_reason_lists_the_known(tmp_path: Path, capsys: pytest.Captur
     assert _run("retry-rejected", str(tmp_path / "out"), "pack.seed=1") == 2
 
 
+def test_retrying_a_dataset_is_about_that_dataset_wherever_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two folders with the same configuration, whose paths are relative to each."""
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        _job(folder, [*_good(2), {"id": "bad", "videos": ["none.mp4"], "conversations": TEXT}])
+        text = "pack: {manifest: m.jsonl, output: out, executor: {kind: local, workers: 1}, rows: {max_bad_ratio: 1}}\n"
+        (folder / "c.yaml").write_text(text)
+        monkeypatch.chdir(folder)
+        assert _run("run", "c.yaml") == 0
+    before = (tmp_path / "b/out/plan/plan.json").read_bytes()
+    assert _run("retry-rejected", str(tmp_path / "a/out")) == 0
+    assert f"dataset  {tmp_path}/a/out" in " ".join(capsys.readouterr().out.replace("\n", "").split("   "))
+    assert (tmp_path / "b/out/plan/plan.json").read_bytes() == before
+    assert max(p.generation for p in load_plan(LocalStorage(tmp_path / "a/out")).partitions) == 1
+    monkeypatch.chdir(tmp_path / "b/out")
+    assert _run("retry-rejected", ".") == 0
+    assert max(p.generation for p in load_plan(LocalStorage(tmp_path / "b/out")).partitions) == 1
+
+
+def test_roots_that_are_relative_to_another_folder_are_not_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _job(tmp_path, _good(1), "  rows: {allowed_roots: [clips]}\n")
+    assert _run("run", config) == 0
+    capsys.readouterr()
+    assert _run("retry-rejected", str(tmp_path / "out")) == 2
+    assert "rows.allowed_roots has clips, which is relative to where the job was started" in _error(capsys)
+    assert _run("retry-rejected", config) == 0
+
+
 def test_an_edited_preprocessor_is_another_plan_and_may_mend_rejected_rows(tmp_path, monkeypatch):
     """Packed rows are never mixed with those of other code; retrying rejected rows with mended code is no mix."""
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ from pack.plan_file import load_plan
 from pack.rejects import final_rejects, read_plan_commits
 from pack.report import read_events
 from pack.storage import LocalStorage
+from schemas.errors import OmniloomError
 from tests.pack.job_fakes import MEDIA, job_config, row, tree_bytes, write_clips, write_manifest
 
 
@@ -44,4 +45,19 @@ def test_a_cluster_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
     manifest = write_manifest(tmp_path / "m.jsonl", [row(0)])
     config = job_config(manifest, tmp_path / "out", executor={"kind": "ray", "address": "127.0.0.1:1"})
     with pytest.raises(Exception, match=r"cannot start or reach the Ray cluster at 127\.0\.0\.1:1"):
+        run_job(config, MEDIA)
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises a bare Exception then."""
+
+    def late(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.setattr("ray.init", late)
+    write_clips(tmp_path, 1)
+    config = job_config(write_manifest(tmp_path / "m.jsonl", [row(0)]), tmp_path / "out", executor={"kind": "ray"})
+    with pytest.raises(
+        OmniloomError, match=r"cannot start or reach a local Ray: The current node timed out.*kind=local"
+    ):
         run_job(config, MEDIA)

@@ -113,6 +113,9 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys: pytest.Captu
     with job_progress(10, lambda: Counts(rows=4), Counts(rows=2), line_every_s=0.02):
         time.sleep(0.1)
     assert capsys.readouterr().err.splitlines()[-1].startswith("packing: 4 of 10 rows, ")
+    with job_progress(10, lambda: Counts(rows=2), Counts(rows=2), lambda: False, line_every_s=0.02):
+        time.sleep(0.1)
+    assert capsys.readouterr().err.splitlines()[-1] == "packing: 2 of 10 rows, workers are starting"
 
 
 @pytest.mark.parametrize("location", ["local", "memory"])
