@@ -36,7 +36,7 @@ from convert.trainer import dcp_to_hf_conversion, hf_to_dcp_conversion
 from convert.verify import verify_conversion
 from schemas.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Translate checkpoints between formats.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Translate checkpoints between formats.")
 
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="The checkpoint to convert.")]
 Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A directory that does not exist yet.")]
@@ -65,7 +65,7 @@ _WRITTEN = (torch.bfloat16, torch.float16, torch.float32)
 def megatron_to_hf(
     source: Source,
     output: Output,
-    base: MaybeBase = None,
+    base: Base,
     dtype: Dtype = None,
     from_master: FromMaster = False,
     keep_base_towers: Annotated[

@@ -8,7 +8,7 @@ import typer
 
 from jobs.schemas_json import REFERENCE, explain, keys_text, reference_text, schema_path, schema_text
 
-app = typer.Typer(no_args_is_help=True, help="Explain configuration keys, print JSON Schemas.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Explain configuration keys, print JSON Schemas.")
 
 
 @app.command("schema")

@@ -9,7 +9,7 @@ import typer
 
 from schemas.registry import PREPROCESSOR_REGISTRY, load_preprocessors
 
-app = typer.Typer(no_args_is_help=True, help="List the registered preprocessors.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List the registered preprocessors.")
 
 
 @app.callback()

@@ -27,7 +27,7 @@ from pack.storage import Storage, open_storage
 from schemas.errors import REJECT_REASONS, ConfigError
 from schemas.strict import load_config
 
-app = typer.Typer(no_args_is_help=True, help="Pack raw clips into verified audio/video shards.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Pack raw clips into verified audio/video shards.")
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Target = Annotated[str, typer.Argument(metavar="CONFIG|DATASET", help="A YAML configuration, or an output of pack.")]

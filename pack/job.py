@@ -291,5 +291,5 @@ def check_threshold(card: DatasetCard, config: PackConfig) -> None:
         count, rows = bad_rows(card)
         raise DataThresholdError(
             f"{count:,} of {rows:,} rows were rejected ({ratio:.1%}); rows.max_bad_ratio allows "
-            f"{limit:.1%}. Everything else is packed; `omniloom pack rejects` lists them"
+            f"{limit:.1%}. Everything else is packed; `omniloom pack rejects {config.output}` lists them"
         )

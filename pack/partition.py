@@ -190,7 +190,7 @@ class _Attempt:
         else:
             fault = runner.run(row)
         if fault is not None:
-            sums.rejects.append(_reject(row, name, source, fault))
+            sums.rejects.append(_reject(row, name, source or self.task.config.source_name, fault))
             return
         for columns in self.spool.samples():
             meta = parse_meta(columns)

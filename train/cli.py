@@ -12,7 +12,7 @@ from train.lengths_cli import lengths
 from train.logprobs_cli import compare_logprobs, logprobs
 from train.run_cli import OVERRIDES, run, validate
 
-app = typer.Typer(no_args_is_help=True, help="Train on packed shards.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train on packed shards.")
 
 
 @app.callback()

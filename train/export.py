@@ -199,12 +199,14 @@ def check_exportable(family: str) -> None:
         )
 
 
-def check_export(config: CheckpointConfig, family: str, *, adapters: bool) -> None:
-    """What can be told of the exports of a training before it begins. family: of the model; adapters: a LoRA training,
-    which exports these alone. ConfigError, IncompleteSourceError: the family, or `checkpoint.hf_base`, does not do."""
+def check_export(config: CheckpointConfig, family: str | None, *, adapters: bool) -> None:
+    """What can be told of the exports of a training before it begins. family: of the model, None where that is not
+    known; adapters: a LoRA training, which exports these alone. ConfigError, IncompleteSourceError: the family, or
+    `checkpoint.hf_base`, does not do."""
     if adapters or not (config.save_hf_weights or config.hf_save_steps):
         return
-    check_exportable(family)
+    if family is not None:
+        check_exportable(family)
     if config.hf_base is None:
         return
     key = "train.checkpoint.hf_base"
@@ -215,7 +217,7 @@ def check_export(config: CheckpointConfig, family: str, *, adapters: bool) -> No
         stated.exit_code = error.exit_code
         raise stated from error
     theirs = base.model.family.model_type
-    if theirs.removesuffix("_thinker") != family.removesuffix("_thinker"):
+    if family is not None and theirs.removesuffix("_thinker") != family.removesuffix("_thinker"):
         raise ConfigError(f"{key}: {config.hf_base} is a {theirs}, the model a {family}")
 
 

@@ -132,9 +132,8 @@ def _check_outputs(config: OmniConfig, model: AnyModel | None, found: Findings) 
     ):
         with found.check():
             check_packages(logging)
-    if family is not None:
-        with found.check():
-            check_export(train.checkpoint, family, adapters=config.model.lora_config is not None)
+    with found.check():
+        check_export(train.checkpoint, family, adapters=config.model.lora_config is not None)
     with found.check():
         path = find_step(Path(train.checkpoint.output_dir), train.checkpoint.load_path)
         if path is not None:

@@ -23,7 +23,11 @@ from train.data.rollout_files import Rollouts, read_rollouts
 if TYPE_CHECKING:
     from jobs.rollout.job import Done
 
-app = typer.Typer(no_args_is_help=True, help="Sample answers to packed rows, with log-probabilities and rewards.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Sample answers to packed rows, with log-probabilities and rewards.",
+)
 
 
 @app.callback()

@@ -181,10 +181,12 @@ def test_a_missing_model_is_one_fault_and_the_data_are_checked(config: OmniConfi
     values = config.model_dump()
     values["model"] = {"model_path": str(tmp_path / "gone")}
     values["data"]["sources"][0]["path"] = str(tmp_path / "no_clips")
-    first, second = [str(fault) for fault in validate_config(OmniConfig.model_validate(values), 1).faults]
+    values["train"]["checkpoint"] |= {"save_hf_weights": True, "hf_base": str(tmp_path / "no_base")}
+    first, base, second = [str(fault) for fault in validate_config(OmniConfig.model_validate(values), 1).faults]
     assert first.startswith(
         f"model.model_path: {tmp_path}/gone/config.json does not exist; to check without the weight"
     )
+    assert base == f"train.checkpoint.hf_base: {tmp_path}/no_base: no such directory"
     assert second.startswith("data.sources.0: ") and f"{tmp_path}/no_clips" in second
 
 
