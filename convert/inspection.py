@@ -134,11 +134,18 @@ def _adapter(source: Path) -> Inspection:
     facts = {
         "rank": str(config.get("r")),
         "alpha": str(config.get("lora_alpha")),
-        "targets": str(config.get("target_modules") or config.get("target_parameters")),
+        "targets": ", ".join(_texts(config.get("target_modules")) + _texts(config.get("target_parameters"))) or "none",
         "base": str(config.get("base_model_name_or_path")),
         **_sizes(reader.tensors),
     }
     return Inspection(source, "PEFT LoRA adapter", "that of its base", facts, reader.tensors)
+
+
+def _texts(value: object) -> list[str]:
+    """Of a list, or of one text, which is a pattern."""
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [] if value is None else [str(value)]
 
 
 def _distributed(directory: Path) -> Inspection:

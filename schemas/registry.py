@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from typing import Any
@@ -76,6 +76,9 @@ class Registry:
 
     def names(self) -> list[str]:
         return sorted(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

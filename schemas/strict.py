@@ -95,6 +95,9 @@ def _override(source: Located, key: str, text: str, model: type[BaseModel], faul
         if not name:
             faults.append(f"{at}: {key!r} has an empty part; a key is like train.optimizer.lr")
             return
+        if not i and (whole := _whole_key(key, model)):
+            faults.append(f"{at}: {key}: unknown key; did you mean {whole!r}?")
+            return
         if isinstance(holder, list):
             if not name.isdigit() or int(name) >= len(holder):
                 faults.append(f"{at}: {full} is a list of {len(holder)}; {name!r} is no index of it (from 0)")
@@ -113,6 +116,13 @@ def _override(source: Located, key: str, text: str, model: type[BaseModel], faul
         elif isinstance(holder, dict) and (part not in holder or holder[part] is None):
             holder[part] = {}  # a section that the file leaves out has its defaults
         holder = holder[part] if i + 1 < len(names) else None
+
+
+def _whole_key(key: str, model: type[BaseModel]) -> str | None:
+    """The key that ends with this one, where its section was left out."""
+    if key.partition(".")[0] in model.model_fields or _instead(key, model) is not None:
+        return None
+    return next((info.key for info in describe_keys(model) if info.key.endswith(f".{key}")), None)
 
 
 def _override_value(text: str, annotation: Any) -> Any:

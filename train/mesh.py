@@ -162,8 +162,10 @@ class Mesh:
     def describe(self) -> str:
         """'8 ranks: 2 replicas x 4 shards'."""
         d = self.degrees
+        if d.world == 1:
+            return f"1 rank on {self.device.type}"
         parts = [f"{d.dp_replicate} replicas"] if d.dp_replicate > 1 else []
-        parts += [f"{d.dp_shard} shards"] if d.dp_shard > 1 or d.world == 1 else []
+        parts += [f"{d.dp_shard} shards"] if d.dp_shard > 1 else []
         parts += [f"{d.ulysses} sequence slices"] if d.ulysses > 1 else []
         experts = f"; experts: {d.ep} parts x {d.ep_fsdp} shards" if d.ep > 1 else ""
         return f"{d.world} ranks on {self.device.type}: {' x '.join(parts)}{experts}"

@@ -98,8 +98,9 @@ def _section(panel: Panel, names: Iterable[str], lines: Sequence[Mapping[str, An
     if panel.spread and len(curves) > MANY:
         curves = _spread(curves, panel.spread)
     curves = _merged(curves)
-    drawn = [Curve(f"{curves[0].name} (smoothed)", _smoothed(curves[0].points))] if panel.smooth else curves
-    raw = curves if panel.smooth else []
+    smooth = panel.smooth and len(curves[0].points) >= SMOOTHED
+    drawn = [Curve(f"{curves[0].name} (smoothed)", _smoothed(curves[0].points))] if smooth else curves
+    raw = curves if smooth else []
     ceiling = _ceiling(drawn) if panel.cut else None
     picture, data = chart_svg(drawn, raw, from_zero=panel.from_zero, ceiling=ceiling)
     legend = "".join(

@@ -12,7 +12,7 @@ import math
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pack.preprocessors.choices import untag
@@ -45,6 +45,9 @@ class ScorerRegistry:
 
     def names(self) -> list[str]:
         return sorted(self._scorers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
 
     def __getitem__(self, name: str) -> Scorer:
         """ConfigError for an unknown name, with the nearest one and all."""

@@ -118,6 +118,14 @@ def test_tied_weights_cannot_take_the_change_of_one(tmp_path: Path, module: str)
         merge_lora_conversion(adapter(tmp_path / "lora", tensors), base)
 
 
+def test_inspect_shows_all_that_is_adapted(tmp_path: Path) -> None:
+    """Modules and parameters, as PEFT names linear layers and fused experts."""
+    source = adapter(
+        tmp_path / "lora", factors(Q, H, 40), target_modules=["q_proj"], target_parameters=["experts.down_proj"]
+    )
+    assert "q_proj, experts.down_proj" in " ".join(inspect_source(source).lines())
+
+
 def test_inspect_shows_no_control_characters(tmp_path: Path) -> None:
     source = adapter(tmp_path / "lora", factors(Q, H, 40), base_model_name_or_path="a\x1b[31mb\nc")
     assert all(line.isprintable() for line in inspect_source(source).lines())

@@ -38,7 +38,7 @@ def test_decorators_stack_and_return_the_function():
         return conversations
 
     assert registry["one"] is registry["two"] is function
-    assert registry.names() == ["one", "two"]
+    assert registry.names() == list(registry) == ["one", "two"]
     assert function(TURNS) is TURNS
     assert "one" in registry and "three" not in registry
 

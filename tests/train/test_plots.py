@@ -22,7 +22,7 @@ from train.config import LoggingConfig, WandbConfig
 from train.metric_names import METRICS
 from train.metric_writers import JsonlWriter, open_writers, read_metrics
 from train.panels import panels_of
-from train.plots import plots_html, write_plots
+from train.plots import SMOOTHED, plots_html, write_plots
 
 
 def write(path: Path, start: int, steps: range) -> None:
@@ -166,6 +166,11 @@ def test_the_page_has_a_chart_for_what_there_is(tmp_path: Path) -> None:
     assert re.findall("<h2>(.*?)</h2>", page) == ["Loss", "Loss by source", "Learning rate"]
     assert "Run &lt;1&gt;" in page and "a&lt;b&gt;" in page and "a<b>" not in page
     assert "http" not in page and "step 50, 50,000 tokens" in page
+
+
+def test_only_a_curve_of_means_is_called_smoothed() -> None:
+    assert "loss (smoothed)" in legend(panel(plots_html(lines(SMOOTHED), "t"), "Loss"))
+    assert "loss" in legend(panel(plots_html(lines(SMOOTHED - 1), "t"), "Loss"))
 
 
 def panel(page: str, title: str) -> str:
