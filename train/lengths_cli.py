@@ -8,7 +8,9 @@ import typer
 import yaml
 
 from schemas.errors import ConfigError
-from train.config import BatchConfig
+from schemas.strict import load_config
+from train.config import BatchConfig, OmniConfig
+from train.progress import say_loading
 
 _DATA_HELP = "A packed dataset, JSONL or Parquet of text, or the YAML configuration of a training."
 _SEED_HELP = "Of preprocessors that use chance; as train.seed."
@@ -36,9 +38,11 @@ def lengths(
 ) -> None:
     """Count the tokens of every row, and keep the counts for training. With a configuration all of its sources are
     counted with its processor; overrides as of `train run`."""
-    from train.lengths_run import count_configured, count_dataset  # noqa: PLC0415  # seconds to import
-
     if data.endswith((".yaml", ".yml")):
+        load_config(data, context.args, OmniConfig)  # its faults are told before anything slow
+        _say_loading(as_json)
+        from train.lengths_run import count_configured  # noqa: PLC0415  # seconds to import
+
         typer.echo(count_configured(data, context.args, as_json=as_json))
         return
     if context.args:
@@ -49,11 +53,29 @@ def lengths(
     if source_name is not None:
         given = _arguments(source_args or [])
         rows = {"source_name": source_name, "arguments": given, "imports": tuple(imports or ()), "seed": seed}
+    else:
+        _refuse_text(data)
+    _say_loading(as_json)
+    from train.lengths_run import count_dataset  # noqa: PLC0415  # seconds to import
+
     said = count_dataset(
         data, processor, rows, workers=workers, cache=cache, max_seq_len=max_seq_len, as_json=as_json,
         use_audio_in_video=audio_in_video, wrap_video=wrap_video, system=system,
     )  # fmt: skip
     typer.echo(said)
+
+
+def _say_loading(as_json: bool) -> None:
+    if not as_json:  # which programs read, some of them both streams
+        say_loading()
+
+
+def _refuse_text(data: str) -> None:
+    """ConfigError: text, which needs a preprocessor."""
+    from train.data.text_files import is_text_path  # noqa: PLC0415  # `--help` needs no pyarrow
+
+    if is_text_path(data):
+        raise ConfigError(f"{data} is text; --source-name says which preprocessor reads it")
 
 
 def _arguments(words: list[str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from schemas.strict import load_config
 from schemas.wording import known_names
 from train.config import OmniConfig
 from train.launch import Launch, launch, under_torchrun
+from train.progress import say_loading, say_starting
 from train.run_cli import ConfigPath, outcome_told
 
 TOKENS = ("labelled", "text", "all")
@@ -40,13 +41,18 @@ def logprobs(
     for option, name, names in (("tokens", tokens, TOKENS), ("backend", backend, BACKENDS)):
         if name not in names:
             raise ConfigError(f"--{option} {name}{known_names(name, names)}")
+    if max_samples is not None and max_samples < 1:  # as `DumpOptions`, whose module takes seconds to import
+        raise ConfigError(f"--max-samples {max_samples}: must be at least 1")
     folder = out or Path(settings.train.checkpoint.output_dir, "logprobs")
     if not (under_torchrun() or (nproc in (None, 1) and nnodes == 1)):
         words = ["train", "logprobs", str(config), "--out", str(folder), "--tokens", tokens, "--backend", backend]
         words += [] if max_samples is None else ["--max-samples", str(max_samples)]
         words += ["--features"] if features else []
-        launch(Launch(nproc or 1, nnodes, rdzv), [*words, *context.args])
+        how = Launch(nproc or 1, nnodes, rdzv)
+        say_starting(how.nproc)
+        launch(how, [*words, *context.args])
         return
+    say_loading()
     from train.logprobs import DumpOptions, LogprobRun  # noqa: PLC0415  # seconds to import
     from train.logprobs_hub import HubLogprobRun  # noqa: PLC0415
 
@@ -72,6 +78,11 @@ def compare_logprobs(
 ) -> None:
     """Compare two dumps of log-probabilities token by token; d = A - B. Over a tolerance, or where tokens have other
     ids, the exit code is 4."""
+    for path in (first, second):
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such file or folder")
+    if not as_json:
+        say_loading("torch")
     from train.logprob_compare import compare_tables  # noqa: PLC0415  # seconds to import
     from train.logprob_features import compare_features  # noqa: PLC0415
     from train.logprob_read import read_dump  # noqa: PLC0415

@@ -61,6 +61,16 @@ class ModelFiles:
         return found | {CONFIG_FILE: read_carried(self.config_file)}
 
 
+def check_model_folder(config: ModelConfig) -> None:
+    """ConfigError, which names the key: the folder has no config.json."""
+    file = ModelFiles.of(config).config_file
+    if file.is_file():
+        return
+    key = "model_path" if config.config_path is None else "config_path"
+    hint = "; to check without the weights, set model.config_path to a folder that has the config.json alone"
+    raise ConfigError(f"model.{key}: {file} does not exist" + (hint if key == "model_path" else ""))
+
+
 def choose_ops(model: ModelConfig, train: TrainConfig, device: torch.device) -> Ops:
     """The operations that the configuration names, on this device and in the dtype that is computed in."""
     dtype = train.accelerator.fsdp_config.mixed_precision.compute_dtype

@@ -7,11 +7,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from train.launch import under_torchrun
+
 FIRST_LINE_S = 3.0
 LINE_EVERY_S = 10.0
+MODEL_CODE = "torch and the model's code"
+
+
+def say_loading(what: str = MODEL_CODE) -> None:
+    """A line before imports that take seconds. Nothing where they are done already, nor in a rank: its launcher said
+    what ranks begin with."""
+    if "torch" not in sys.modules and not under_torchrun():
+        typer.echo(f"loading {what} ...", err=True)
+
+
+def say_starting(ranks: int) -> None:
+    """The same of a launcher, which loads nothing itself."""
+    typer.echo(f"starting {ranks} rank{'s' * (ranks != 1)}, loading {MODEL_CODE} ...", err=True)
 
 
 @contextmanager

@@ -7,16 +7,18 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from schemas.errors import OmniloomError, ResumableError, StoppedError
+from schemas.fault_places import placed
 from schemas.strict import load_config
 from train.config import OmniConfig
 from train.launch import OUTCOME_VARIABLE, Launch, launch, leave_outcome, under_torchrun
+from train.progress import say_loading, say_starting
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # either is a user's own choice
@@ -35,9 +37,11 @@ def run(
     settings = load_config(config, context.args, OmniConfig)  # before anything slow, and once for all ranks
     try:
         if under_torchrun() or (nproc in (None, 1) and nnodes == 1):
-            run_rank(settings)
+            run_rank(settings, placed(config, context.args, OmniConfig))
         else:
-            launch(Launch(nproc or 1, nnodes, rdzv), ["train", "run", str(config), *context.args])
+            how = Launch(nproc or 1, nnodes, rdzv)
+            say_starting(how.nproc)
+            launch(how, ["train", "run", str(config), *context.args])
     except StoppedError as stopped:  # no error
         typer.echo(str(stopped), err=True)
         raise typer.Exit(stopped.exit_code) from None
@@ -51,24 +55,28 @@ def validate(
 ) -> None:
     """Check a configuration before it trains, without a GPU: degrees, model files, operations, memory of each GPU,
     data, steps. Every fault is told."""
+    settings = load_config(config, context.args, OmniConfig)  # before anything slow
+    say_loading()
     from train.validate import report_lines, validate_config  # noqa: PLC0415  # seconds to import
 
-    found = validate_config(load_config(config, context.args, OmniConfig), world_size, data=data)
+    found = validate_config(settings, world_size, data=data)
     typer.echo("\n".join(report_lines(found)))
-    found.raise_faults()
+    with placed(config, context.args, OmniConfig):
+        found.raise_faults()
 
 
-def run_rank(settings: OmniConfig) -> None:
-    """This process's part of a training."""
+def run_rank(settings: OmniConfig, faults: AbstractContextManager[None]) -> None:
+    """This process's part of a training. faults: adds to errors what is known of their place."""
     # before torch is imported: blocks of many sizes come and go, and segments that grow leave little unused
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+    say_loading()
     from train.mesh import end_process_group  # noqa: PLC0415  # seconds to import
     from train.trainer import make_trainer  # noqa: PLC0415
 
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    with outcome_told(rank):
+    with outcome_told(rank), faults:
         try:
             make_trainer(settings).train()
         except StoppedError:

@@ -16,7 +16,7 @@ from train.callbacks.standard import standard_callbacks
 from train.checkpoint_layout import way_on
 from train.config import OmniConfig
 from train.data.loader import StepBatches
-from train.model_build import ModelFiles, towers_of
+from train.model_build import ModelFiles, check_model_folder, towers_of
 from train.models.spec import read_model
 from train.optim.groups import LearningRate, learning_rates
 from train.run_lock import RunLock
@@ -188,6 +188,7 @@ class VLMTrainer(BaseTrainer):
 
 
 def make_trainer(config: OmniConfig, *, callbacks: Sequence[Callback] = ()) -> BaseTrainer:
-    """The trainer for the model of a configuration."""
+    """The trainer for the model of a configuration. ConfigError: the model is not where it says."""
+    check_model_folder(config.model)
     towers = config.model.backend == "native" and read_model(ModelFiles.of(config.model).config_file).spec.names.visual
     return (VLMTrainer if towers else BaseTrainer)(config, callbacks=callbacks)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from schemas.errors import ConfigError, OmniloomError
+from schemas.errors import OmniloomError
 from train.checkpoint_io import check_family, read_state
 from train.checkpoint_layout import find_step
 from train.config import DataConfig, OmniConfig, TrainConfig, WandbConfig
@@ -38,6 +38,7 @@ from train.model_build import (
     add_hearing,
     build_model,
     check_keeping,
+    check_model_folder,
     choose_ops,
     family_of,
     master_dtype,
@@ -114,12 +115,9 @@ def validate_config(config: OmniConfig, world_size: int, *, data: bool = True) -
 
 def _check_model_folder(config: OmniConfig, found: Findings) -> bool:
     """One fault, not one for each part that needs the file."""
-    file = ModelFiles.of(config.model).config_file
-    if file.is_file():
+    with found.check():
+        check_model_folder(config.model)
         return True
-    key = "model_path" if config.model.config_path is None else "config_path"
-    hint = "; to check without the weights, set model.config_path to a folder that has the config.json alone"
-    found.faults.append(ConfigError(f"model.{key}: {file} does not exist" + (hint if key == "model_path" else "")))
     return False
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -51,10 +53,10 @@ def test_the_group_is_left_unless_a_rank_failed(
     monkeypatch.setattr("train.trainer.make_trainer", lambda settings: trainer)
     try:
         if error is None:
-            run_rank(config)
+            run_rank(config, nullcontext())
         else:
             with pytest.raises(type(error)):
-                run_rank(config)
+                run_rank(config, nullcontext())
         assert dist.is_initialized() == left
     finally:
         if dist.is_initialized():
@@ -69,7 +71,7 @@ def test_segments_grow_unless_the_user_chose(
         monkeypatch.setenv(chosen, "max_split_size_mb:512")
     trainer = Ends(None)
     monkeypatch.setattr("train.trainer.make_trainer", lambda settings: trainer)
-    run_rank(config)
+    run_rank(config, nullcontext())
     default = {ALLOCATOR[0]: "expandable_segments:True"}
     assert trainer.environment == (default if chosen is None else {chosen: "max_split_size_mb:512"})
 
@@ -108,3 +110,12 @@ def test_a_rank_that_failed_takes_no_groups_down(
     assert ended.stdout == said, ended.stderr
     assert ended.returncode == (code if ranks == 2 or launched else 1), ended.stderr
     assert (tmp_path / "rank_1.json").exists() == launched
+
+
+def test_a_fault_of_the_run_has_the_place_of_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {model_path: gone}\ndata:\n  sources: [{path: packed}]\n")
+    command = [sys.executable, "-m", "jobs.cli", "train", "run", str(path), "train.init_device=cpu"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=False)
+    assert run.returncode == 2
+    assert re.search(rf"error: {path}:\d+:\d+: (model|data)\.", run.stderr), run.stderr
