@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from convert.small_files import parse_json, read_object
-from schemas.errors import ConfigError, ResumableError
+from schemas.errors import ConfigError, OmniloomError, ResumableError
 
 JOURNAL = "journal.jsonl"
 REPORT = "omniloom_conversion.json"
@@ -319,12 +319,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_space(path: Path, needed: int) -> None:
-    """ResumableError when the file system of a directory, which may not be there yet, lacks this many bytes."""
+def check_space(path: Path, needed: int, kind: type[OmniloomError] = ResumableError) -> None:
+    """ResumableError, or another kind, when the file system of a directory, which may not be there yet, lacks this many
+    bytes."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise ResumableError(
+        raise kind(
             f"{path}: {needed / 1e9:.2f} GB are still to be written and only {free / 1e9:.2f} GB are free; "
             "make room and run the same command again"
         )

@@ -49,6 +49,7 @@ from train.checkpoint_state import (
     optimizer_tensors,
     restore_record,
     state_templates,
+    widen_states,
 )
 from train.config import CheckpointConfig
 from train.lora.plan import check_record
@@ -216,6 +217,8 @@ class Checkpointer:
                 log.warning("%s", note)
         with rank_progress(self.rank, f"loading {path.name}", local_bytes(tensors)) as advance:
             read_tensors(index, tensors, self._group, advance)
+        if optimizer is not None:
+            widen_states(optimizer)
         if record["world_size"] == self.world_size:
             self._ranks.on_all(partial(load_rng, rng_file(path, self.rank)))
         elif self.rank == 0:
@@ -245,7 +248,8 @@ class Checkpointer:
     def _begin(self, step: int, nbytes: int) -> str:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         tidy(self.output_dir, keep_last=0)
-        check_space(self.output_dir, nbytes)
+        # a failure, as nothing was saved: what starts a stopped training again would do so for ever
+        check_space(self.output_dir, nbytes, OmniloomError)
         return str(begin(self.output_dir, step))
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -157,6 +157,17 @@ def state_templates(model: nn.Module, optimizer: Optimizer, stored: Mapping[str,
     return found
 
 
+def widen_states(optimizer: Optimizer) -> None:
+    """Averages that a checkpoint holds in another dtype, in that of their parameters, where the optimizer is torch's
+    own, which takes no other. `ModelOptimizer` does it by itself."""
+    if isinstance(optimizer, ModelOptimizer):
+        return
+    for parameter, states in optimizer.state.items():
+        for key, value in states.items():
+            if key != STEP_KEY and isinstance(value, Tensor) and value.is_floating_point():
+                states[key] = value.to(parameter.dtype)
+
+
 def _check_groups(ours: list[list[str]], theirs: list[list[str]], where: object) -> None:
     if ours == theirs:
         return

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schemas.errors import ConfigError, IncompleteSourceError, OmniloomError, ResumableError
+from schemas.errors import ConfigError, IncompleteSourceError, OmniloomError, ResumableError, StoppedError
 from tests import dist as processes
 from tests.train.tiny import omni_config, write_data
 from train import evaluation
@@ -276,3 +279,33 @@ def test_two_processes_have_the_losses_of_one(tmp_path: Path, sources: list[dict
     assert found[0] == found[1]
     assert found[0][0] == pytest.approx(losses, rel=1e-5)
     assert found[0][1][0] == pytest.approx(evaluated[0], rel=1e-4)
+
+
+class Signalled(Callback):
+    """Gets a signal while the last step is saved."""
+
+    def on_before_save(self, trainer: BaseTrainer) -> None:
+        if trainer.state.step == STEPS:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_during_the_last_save_loses_no_step(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
+    config = omni_config(tmp_path, sources, max_steps=STEPS)
+    with pytest.raises(StoppedError, match=rf"^SIGTERM: saved after step {STEPS}, the last; start again"):
+        make_trainer(config, callbacks=[Signalled()]).train()
+    assert (tmp_path / f"output/step_{STEPS}/COMPLETE").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    watch = Watch()
+    make_trainer(config, callbacks=[watch]).train()
+    assert watch.losses == []
+
+
+def test_a_full_disk_is_a_failure_and_no_stop(
+    tmp_path: Path, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What starts a stopped training again would do so for ever."""
+    full = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(OmniloomError, match="make room and run the same command again") as told:
+        make_trainer(omni_config(tmp_path, sources, max_steps=1)).train()
+    assert told.value.exit_code == 1

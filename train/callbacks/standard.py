@@ -18,7 +18,7 @@ from train.callbacks.moe_load import MoeLoadCallback
 from train.callbacks.profiler import ProfilerCallback
 from train.callbacks.progress import ProgressCallback
 from train.callbacks.source_loss import SourceLossCallback
-from train.callbacks.stopping import StoppingCallback
+from train.callbacks.stopping import StoppingCallback, StoppingEnd
 from train.export import Exporter
 from train.metrics import Meter
 from train.stopping import Stopper
@@ -50,9 +50,10 @@ def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
         listeners=[source_loss.observe, moe_load.observe],
         writers=[progress] if progress is not None else [],
     )
+    stopping = StoppingCallback(Stopper(world_size))
     shown: list[Callback] = [progress] if progress is not None else []
     return [
-        StoppingCallback(Stopper(world_size)),
+        stopping,
         GarbageCallback(),
         *shown,
         metrics,
@@ -60,6 +61,7 @@ def standard_callbacks(trainer: BaseTrainer) -> list[Callback]:
         moe_load,
         FiniteCallback(config.logging.log_steps),
         CheckpointCallback(),
+        StoppingEnd(stopping),
         EvaluationCallback(),
         MetricsEnd(metrics),
         ExportCallback(exporter)

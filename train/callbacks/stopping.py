@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from schemas.errors import StoppedError
 from train.callbacks.base import Callback
 from train.stopping import Stopper
 
@@ -29,8 +30,22 @@ class StoppingCallback(Callback):
             trainer.should_stop = True
             trainer.say(f"{self.stopper.reason}: stopping after step {trainer.state.step}")
 
-    def on_train_end(self, trainer: BaseTrainer) -> None:
-        self.stopper.__exit__(None, None, None)
-
     def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
         self.stopper.__exit__(None, None, None)
+
+
+class StoppingEnd(Callback):
+    """Comes behind the last save, which a signal does not end: what would come after it is left to the next start."""
+
+    def __init__(self, stopping: StoppingCallback) -> None:
+        self.stopper = stopping.stopper
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        self.stopper.begin_step()
+        stop = self.stopper.should_stop()
+        self.stopper.__exit__(None, None, None)
+        if stop:
+            step = trainer.state.step
+            raise StoppedError(
+                f"{self.stopper.reason}: saved after step {step}, the last; start again for what is left"
+            )

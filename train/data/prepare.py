@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from schemas.errors import ConfigError
 from train.config import BatchConfig, DataConfig
 from train.data.lanes import PlanBudget
 from train.data.plan import Planner
@@ -43,6 +44,8 @@ def open_data(
         if batch.max_steps is None:
             plans.total_steps(batch.num_train_epochs)
         plans.steps(0)
+    if choose is None:  # else whoever chose knows what is left
+        _check_trainable(sources, plans, f"{'train.evaluation' if whose else 'data'}.sources")
     plans.advance = None  # later epochs are planned while others are trained: nobody waits for them
     if show and choose is None:  # notes on rows would count those that were left out
         for note in plan_notes(plans, sources, training=not whose):
@@ -50,6 +53,15 @@ def open_data(
         for level, note in reward_notes(sources):
             log.log(level, "%s%s", of, note)
     return sources, plans
+
+
+def _check_trainable(sources: Sequence[OpenSource], plans: PlanStore, key: str) -> None:
+    """ConfigError: there is no row with a label, or none in the first epoch; the loss would be 0 of nothing."""
+    if not any(bool(((source.lengths.total > 0) & (source.lengths.labels > 0)).any()) for source in sources):
+        raise ConfigError(f"{key}: no row has a token to train on, which those of the assistant are")
+    if not plans.steps(0):
+        rows = ", ".join(f"{source.rows.name} {len(source.lengths)} rows" for source in sources)
+        raise ConfigError(f"{key}: the first epoch has no row ({rows}); raise the weights of the sources")
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping
     """Writes beside and renames; takes the place of what has the name. OmniloomError when it cannot be written."""
     temporary, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
     try:
-        check_space(folder.parent, sum(tensor.nbytes for tensor in tensors.values()))
+        check_space(folder.parent, sum(tensor.nbytes for tensor in tensors.values()), OmniloomError)
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from schemas.errors import ConfigError
 from tests.train.data.loading import data_config, omni_assets, write_clips
 from train.config import BatchConfig
 from train.data import prepare
@@ -31,3 +33,23 @@ def test_plans_are_told_while_somebody_waits_for_them_alone(tmp_path: Path, monk
     told.clear()
     assert plans.epoch(1).steps > 0
     assert told == []  # in the middle of the training
+
+
+@pytest.mark.parametrize(("whose", "key"), [("", "data.sources"), ("evaluation", "train.evaluation.sources")])
+def test_data_that_nothing_can_be_learned_from_are_refused(tmp_path: Path, whose: str, key: str) -> None:
+    """The loss would be 0 of nothing."""
+    file = tmp_path / "t.jsonl"
+    question = {"role": "user", "content": "Where?"}
+    answered = {"messages": [question, {"role": "assistant", "content": "Here."}]}
+
+    def opened(rows: list[object], weight: float = 1.0) -> None:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {"path": str(file), "name": "t", "source_name": "openai_messages", "weight": weight}
+        data = data_config([source], tmp_path / "cache", lanes=1)
+        open_data(data, BatchConfig(global_batch_size=1, max_steps=2), omni_assets(), whose=whose)
+
+    with pytest.raises(ConfigError, match=rf"^{key}: no row has a token to train on"):
+        opened([{"messages": [question]}] * 3)
+    with pytest.raises(ConfigError, match=rf"^{key}: the first epoch has no row \(t 3 rows\); raise the weights"):
+        opened([answered] * 3, 1e-4)
+    opened([{"messages": [question]}, answered])

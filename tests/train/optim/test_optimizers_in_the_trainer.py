@@ -54,7 +54,8 @@ def run(folder: Path, sources: list[dict[str, Any]], optimizer: dict[str, Any], 
             trainer.train()
     else:
         trainer.train()
-    assert isinstance(trainer.optimizer, ModelOptimizer)
+    plain = optimizer["type"] == "adamw" and optimizer.get("state_dtype", "fp32") == "fp32"
+    assert isinstance(trainer.optimizer, ModelOptimizer) != plain
     return watch.losses, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
@@ -73,6 +74,19 @@ def test_a_stopped_training_goes_on_bit_by_bit(
     for key, value in parameters.items():
         assert value.dtype == wanted
         assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("optimizer", [{"type": "adamw", "lr": 1e-3}, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize(("then", "now"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_averages_in_another_dtype_are_taken(
+    tmp_path: Path, sources: list[dict[str, Any]], optimizer: dict[str, Any], then: str, now: str
+) -> None:
+    """As `optimizers.md` says; the losses are near those of the dtype that it began with, and not those of averages
+    that begin anew."""
+    whole, _ = run(tmp_path / "whole", sources, optimizer | {"state_dtype": then})
+    run(tmp_path / "parts", sources, optimizer | {"state_dtype": then}, 2)
+    losses, _ = run(tmp_path / "parts", sources, optimizer | {"state_dtype": now})
+    assert losses == pytest.approx(whole[2:], rel=2e-4)
 
 
 def test_a_changed_split_is_told_and_taken(
