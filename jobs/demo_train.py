@@ -13,7 +13,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +29,8 @@ STOP_AFTER = 4  # steps; the signal that ends the first run is sent behind this 
 MAX_STEPS = 12
 PROMPT = "What does the rabbit do?"
 _POLL_S = 0.1
+
+Tell = Callable[[str], None]  # is given a line of what goes on
 
 
 @dataclass(frozen=True)
@@ -55,23 +59,19 @@ def write_train_config(out: Path) -> Path:
     return path
 
 
-def train_and_stop(out: Path) -> Stopped:
+def train_and_stop(out: Path, tell: Tell) -> Stopped:
     """Trains in two processes and sends SIGTERM to the launcher after a few steps, as a scheduler does."""
-    with subprocess.Popen(_command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        while process.poll() is None and len(read_losses(out)) < STOP_AFTER:
-            time.sleep(_POLL_S)
-        process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate()
-    if process.returncode != 5:
-        raise OmniloomError(f"training ended with {process.returncode}, not with 5 after SIGTERM:\n{_end(said)}")
+    code, said = _train(out, tell, lambda: len(read_losses(out)) >= STOP_AFTER)
+    if code != 5:
+        raise OmniloomError(f"training ended with {code}, not with 5 after SIGTERM:\n{_end(said)}")
     return where_it_stands(out)
 
 
-def train_on(out: Path) -> Stopped:
+def train_on(out: Path, tell: Tell) -> Stopped:
     """The same command again: it goes on from the checkpoint, to the end."""
-    done = subprocess.run(_command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode != 0:
-        raise OmniloomError(f"training ended with {done.returncode}:\n{_end(done.stdout)}")
+    code, said = _train(out, tell)
+    if code != 0:
+        raise OmniloomError(f"training ended with {code}:\n{_end(said)}")
     return where_it_stands(out)
 
 
@@ -92,15 +92,20 @@ def read_losses(out: Path) -> dict[int, float]:
     return losses
 
 
-def convert_and_back(out: Path) -> int:
+def convert_and_back(out: Path, tell: Tell) -> int:
     """Checkpoint -> Hugging Face -> pseudo Qwen3-VL -> back; how many tensors came back, all of them bit for bit.
 
     VerificationError when one differs.
     """
     hf, vl, back = out / "hf", out / "vl", out / "back"
-    _omniloom("convert", "dcp-to-hf", str(out / "training"), str(hf))
-    _omniloom("convert", "omni-to-vl", str(hf), str(vl))
-    _omniloom("convert", "vl-to-omni", str(vl), str(back), "--base", str(hf))
+    for arguments in (
+        ("convert", "dcp-to-hf", str(out / "training"), str(hf)),
+        ("convert", "omni-to-vl", str(hf), str(vl)),
+        ("convert", "vl-to-omni", str(vl), str(back), "--base", str(hf)),
+    ):
+        tell(f"omniloom {' '.join(arguments)}")
+        _omniloom(*arguments)
+    tell(f"comparing all tensors of {hf} and {back}")
     before, after = _bytes_of(hf), _bytes_of(back)
     if different := [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]:
         raise VerificationError(f"{back}: {len(different)} tensors differ from {hf}, the first {min(different)}")
@@ -117,8 +122,9 @@ class Reloaded:
     text: str
 
 
-def reload(out: Path) -> Reloaded:
+def reload(out: Path, tell: Tell) -> Reloaded:
     """Loads the exports with transformers. VerificationError when names are missing or modules differ."""
+    tell("loading transformers")
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415  # transformers: seconds
 
     from convert.verify_logits import compare_logits  # noqa: PLC0415
@@ -127,10 +133,13 @@ def reload(out: Path) -> Reloaded:
     disable_progress_bar()
 
     kinds = ("text", "image", "video", "audio")
+    tell(f"running {out / 'hf'} in both on {', '.join(kinds)}")
     found = run_comparison(out / "hf", kinds, "cpu", "float32")
     if found.first is not None:
         raise VerificationError(f"{out / 'hf'}: transformers gives other values from {found.first.path} on")
+    tell(f"comparing the logits of {out / 'vl'}")
     logits = compare_logits(out / "vl", out / "hf")
+    tell(f"asking it: {PROMPT}")
     return Reloaded(len(found.rows), logits.difference, _generate(out / "hf"))
 
 
@@ -153,6 +162,27 @@ def where_it_stands(out: Path) -> Stopped:
     with contextlib.suppress(FileNotFoundError):
         newest = int((out / "training/LATEST").read_text().strip().removeprefix("step_"))
     return Stopped(newest, read_losses(out))
+
+
+def _train(out: Path, tell: Tell, stop: Callable[[], bool] | None = None) -> tuple[int, str]:
+    """(exit code, all that it said). What it says is told as it comes; SIGTERM is sent once `stop` says so."""
+    said = []
+    with subprocess.Popen(_command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        if stop is not None:
+            threading.Thread(target=_terminate_when, args=(process, stop), daemon=True).start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if line.strip() and "  " not in line.strip():  # of tables, as of the operations that run, a demo shows none
+                tell(line.strip())
+    return process.returncode, "".join(said)
+
+
+def _terminate_when(process: subprocess.Popen[str], stop: Callable[[], bool]) -> None:
+    """In a thread of its own, while another reads what the process says."""
+    while process.poll() is None and not stop():
+        time.sleep(_POLL_S)
+    process.send_signal(signal.SIGTERM)
 
 
 def _command(out: Path) -> list[str]:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -46,6 +46,7 @@ GIB = 2**30
 MEMORY_PER_WORKER = 3 * GIB  # pack.rows.max_memory_gb
 SHM_FOR_RAY = 1 * GIB
 LOW_DISK = 5 * GIB
+NO_GPU = "none; packing needs none"
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,6 @@ class Check:
     advice: str = ""
 
 
-def run_checks(path: Path) -> Iterator[Check]:
-    """Every check, in the order of the table."""
-    yield check_python()
-    yield check_packages()
-    yield check_streaming()
-    yield check_decoders()
-    yield check_filters()
-    yield check_cpus()
-    yield check_memory()
-    yield check_disk(path)
-    yield check_shm()
-    yield check_open_files()
-    yield check_ray()
-    yield check_object_stores()
-    yield check_gpu()
-
-
 def check_python() -> Check:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
@@ -84,25 +68,29 @@ def check_python() -> Check:
 
 def check_packages() -> Check:
     """What the base and the extra `pack` ask for, against what is installed."""
+    count, unmet = unmet_requirements("pack")
+    if unmet:
+        advice = "pip install --no-deps -r requirements.lock, or pip install 'omniloom[pack]'"
+        return Check("Packages", "fail", "; ".join(unmet), advice)
+    named = ", ".join(f"{name} {_version(name)}" for name in ("av", "ray", "pyarrow", "torch", "transformers"))
+    return Check("Packages", "ok", f"all {count}: {named}, ...")
+
+
+def unmet_requirements(extra: str) -> tuple[int, list[str]]:
+    """(how many packages the base and an extra ask for, what is wrong with those that do not fit)."""
     requirement_class = import_module("packaging.requirements").Requirement
     missing, wrong, count = [], [], 0
-    for text in _requirements():
+    for text in _requirements(extra):
         requirement = requirement_class(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "pack"}):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         count += 1
         installed = _version(requirement.name)
         if installed is None:
-            missing.append(requirement.name)
+            missing.append(f"{requirement.name} is missing")
         elif not requirement.specifier.contains(installed, prereleases=True):
             wrong.append(f"{requirement.name} {installed} (needs {requirement.specifier})")
-    if missing or wrong:
-        found = "; ".join([*(f"{name} is missing" for name in missing), *wrong])
-        return Check(
-            "Packages", "fail", found, "pip install --no-deps -r requirements.lock, or pip install 'omniloom[pack]'"
-        )
-    named = ", ".join(f"{name} {_version(name)}" for name in ("av", "ray", "pyarrow", "torch", "transformers"))
-    return Check("Packages", "ok", f"all {count}: {named}, ...")
+    return count, [*missing, *wrong]
 
 
 def check_streaming() -> Check:
@@ -243,7 +231,7 @@ def check_object_stores() -> Check:
 def check_gpu() -> Check:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Check("GPU", "ok", "none; packing needs none")
+        return Check("GPU", "ok", NO_GPU)
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         run = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
@@ -254,13 +242,13 @@ def check_gpu() -> Check:
     return Check("GPU", "ok", "; ".join(run.stdout.strip().splitlines()))
 
 
-def _requirements() -> list[str]:
+def _requirements(extra: str) -> list[str]:
     """Requirement strings of the installed distribution, or of the source tree that this file lies in."""
     try:
         return distribution("omniloom").requires or []
     except PackageNotFoundError:
         project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-        return [*project["dependencies"], *project["optional-dependencies"]["pack"]]
+        return [*project["dependencies"], *project["optional-dependencies"][extra]]
 
 
 def _version(package: str) -> str | None:

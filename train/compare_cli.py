@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from train.progress import say_loading
+
 
 def compare(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model directory.")],
@@ -25,6 +27,8 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object, with every module.")] = False,
 ) -> None:
     """Run a model natively and in transformers on the same random input, and name the first module that differs."""
+    if not as_json:
+        say_loading()
     from train.compare_run import run_comparison, show_comparison  # noqa: PLC0415  # seconds to import
 
     found = run_comparison(

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_it_says_step_by_step_what_it_does(demo: tuple[Path, str]) -> None:
     names = ["clips", "plan", "pack", "verify", "preview", "train", "resume", "convert", "reload"]
     assert steps == [(str(number), name) for number, name in enumerate(names, 1)]
     assert "11 rows -> 10 samples, 1 rejected; 2 processes" in demo[1]
+    assert demo[1].startswith("omniloom demo: ")
+
+
+def test_long_steps_say_what_they_begin_and_what_they_do(demo: tuple[Path, str]) -> None:
+    lines = demo[1].splitlines()
+    for step in ("3/9 pack", "5/9 preview", "6/9 train", "7/9 resume", "8/9 convert", "9/9 reload"):
+        begun, ended = (number for number, line in enumerate(lines) if line.startswith(step))
+        assert lines[begun].endswith(" ...")
+        between = lines[begun + 1 : ended]
+        assert len(between) < 20 and all(re.match(r" {4}\S", line) for line in between)
+        assert bool(between) == (step not in ("3/9 pack", "5/9 preview"))
+        if step in ("6/9 train", "7/9 resume"):
+            assert any(re.match(r" +step \d+ of 12, loss ", line) for line in between), between
 
 
 def test_it_stops_resumes_and_learns(demo: tuple[Path, str]) -> None:
@@ -88,10 +102,12 @@ def test_it_says_where_everything_is_and_all_of_that_works(demo: tuple[Path, str
     page = re.search(r"^look +file://(\S+)", said, re.M)
     assert page and Path(page[1]).is_file()
     assert (folder / "demo_out/packed/index.json").is_file()
-    commands = re.findall(r"^(?:as files|rejected|again|compare) +omniloom (.+?) *$", said, re.M)
+    commands = re.findall(r"^(?:as files|rejected|again|compare) +(\S.+)$", said, re.M)
     assert len(commands) == 4
-    for command in commands:
-        answer = omniloom(*command.split(), cwd=folder)
+    for command in commands:  # as it is printed
+        answer = subprocess.run(
+            shlex.split(command), cwd=folder, env=environment(), capture_output=True, text=True, check=False
+        )
         assert answer.returncode == 0, f"{command}: {answer.stderr}"
     assert (folder / "demo_out/files/bunny/video0.wav").is_file()
 

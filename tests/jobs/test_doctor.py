@@ -43,10 +43,68 @@ def test_something_needed_that_is_missing_is_named_with_what_to_do(monkeypatch: 
     assert packages.status == "fail" and "soxr is missing" in packages.found and "pip install" in packages.advice
     streaming = doctor_checks.check_streaming()
     assert (streaming.status, streaming.advice) == ("fail", doctor_checks.STREAMING_INSTALL)
-    monkeypatch.setattr(doctor, "run_checks", lambda path: iter([packages, doctor_checks.check_python()]))
+    monkeypatch.setattr(doctor, "run_checks", lambda *_: iter([packages, doctor_checks.check_python()]))
     answer = CliRunner().invoke(doctor.app, [])
     assert answer.exit_code == 1
     assert "fail" in answer.stdout and "soxr is missing" in answer.stdout and "1 needed thing missing" in answer.stdout
+
+
+def test_each_line_comes_when_its_check_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before: list[tuple[str, str]] = []
+
+    def slow() -> doctor_checks.Check:
+        before.append(capsys.readouterr())
+        return doctor_checks.Check("Streaming", "ok", "imports")
+
+    planned = {"Python": lambda: doctor_checks.Check("Python", "ok", "3.11"), "Streaming": slow}
+    monkeypatch.setattr(doctor, "planned_checks", lambda path: planned)
+    doctor.doctor(as_json=False, path=Path())
+    ((said, beside),) = before
+    assert said.splitlines()[-1].split() == ["ok", "Python", "3.11"]
+    assert beside == "checking Streaming takes seconds ...\n"
+    after = capsys.readouterr().out
+    assert after.splitlines()[0].split() == ["ok", "Streaming", "imports"] and "Ready to pack" in after
+    doctor.doctor(as_json=True, path=Path())
+    assert [check["name"] for check in json.loads(capsys.readouterr().out)] == ["Python", "Streaming"]
+
+
+def test_checks_have_the_names_by_which_they_are_planned() -> None:
+    planned = doctor.planned_checks(Path())
+    begun: list[str] = []
+    assert [check.name for check in doctor.run_checks(Path(), begun.append)] == list(planned) == begun
+
+
+def test_what_this_machine_is_ready_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**statuses: doctor_checks.Status) -> list[doctor_checks.Check]:
+        return [doctor_checks.Check(name, status, "x") for name, status in statuses.items()]
+
+    unmet: dict[str, list[str]] = {"train": [], "convert": []}
+    monkeypatch.setattr(doctor_checks, "unmet_requirements", lambda extra: (9, unmet[extra]))
+    assert doctor.readiness(found(Python="ok", Disk="warn")) == ["Ready to pack, train and convert."]
+    said = doctor.readiness(found(Packages="fail", Decoders="fail", Streaming="ok"))
+    assert said == ["Ready to train and convert.", "Not ready to pack: Decoders, Packages."]
+    unmet["train"] = ["psutil is missing"]
+    said = doctor.readiness(found(Streaming="fail"))
+    assert said == [
+        "Ready to convert.",
+        "Not ready to pack: Streaming.",
+        "Not ready to train: Streaming, psutil is missing.",
+    ]
+    assert len(doctor.readiness(found(Python="fail"))) == 3
+    unmet["train"] = []
+    bare = doctor.readiness([doctor_checks.Check("GPU", "ok", doctor_checks.NO_GPU)])
+    assert bare[1:] == ["Without a GPU, training is for tiny models, as that of the demo."]
+
+
+def test_each_part_has_its_own_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "version", lacking("av"))
+    assert [doctor_checks.unmet_requirements(part)[1] for part in ("pack", "train", "convert")] == [
+        ["av is missing"],
+        [],
+        [],
+    ]
 
 
 def test_a_version_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +159,7 @@ def test_little_memory_names_a_number_of_workers(monkeypatch: pytest.MonkeyPatch
 
 def test_advice_is_shown_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor_checks.Check("Stores", "warn", "x [y]", "pip install 'omniloom[cloud]'")
-    monkeypatch.setattr(doctor, "run_checks", lambda path: iter([check]))
+    monkeypatch.setattr(doctor, "run_checks", lambda *_: iter([check]))
     answer = CliRunner().invoke(doctor.app, [])
     assert "omniloom[cloud]" in answer.stdout and "x [y]" in answer.stdout
 

@@ -131,7 +131,7 @@ def test_an_override_without_its_section_is_answered_with_the_whole_key(tmp_path
     assert faults(path, "optimizer.lr=1") == [
         "override optimizer.lr=1: optimizer.lr: unknown key; did you mean 'train.optimizer.lr'?"
     ]
-    assert "did you mean 'train'?" in faults(path, "trian.steps=1")[0]
+    assert "did you mean 'train'?" in faults(path, "trainn.steps=1")[0]
 
 
 def test_faults_of_overrides_name_the_override(tmp_path):
