@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -168,3 +168,13 @@ def _summary(model: type[BaseModel]) -> str:
     text = " ".join((inspect.getdoc(model) or "").split())
     names = "|".join(model.model_fields)
     return re.split(rf"(?:^|(?<=\s))(?:{names})(?:, (?:{names}))*: ", text)[0].strip() if names else text
+
+
+def type_at(model: type[BaseModel], path: Iterable[str | int]) -> Any:
+    """The annotation at a path of keys; None where the model has none."""
+    annotation: Any = model
+    for part in path:
+        annotation = child_type(annotation, part)
+        if annotation is None:
+            return None
+    return annotation

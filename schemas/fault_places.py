@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
-from schemas.config_keys import child_type
+from schemas.config_keys import type_at
 from schemas.errors import ConfigError, OmniloomError
 from schemas.strict import split_overrides
 from schemas.yaml_source import KeyPath, Located, read_yaml
@@ -44,19 +43,10 @@ def placed_text(message: str, path: str | Path, overrides: Sequence[str], model:
 
 def _placed_line(line: str, source: Located, model: type[BaseModel]) -> str:
     found = _KEY.match(line)
-    if found is None or not _is_key(key := _path(found[1]), model):
+    if found is None or type_at(model, key := _path(found[1])) is None:
         return line
     at = next((source.values[key[:n]] for n in range(len(key), 0, -1) if key[:n] in source.values), None)
     return line if at is None else f"{at}: {line}"
-
-
-def _is_key(key: KeyPath, model: type[BaseModel]) -> bool:
-    annotation: Any = model
-    for part in key:
-        annotation = child_type(annotation, part)
-        if annotation is None:
-            return False
-    return True
 
 
 def _path(key: str) -> KeyPath:

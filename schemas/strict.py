@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from schemas.config_keys import allowed_values, child_type, describe_keys, describe_type, section_of
+from schemas.config_keys import allowed_values, child_type, describe_keys, describe_type, section_of, type_at
 from schemas.errors import ConfigError
 from schemas.nearest import nearest_key
 from schemas.wording import one_line
@@ -172,7 +172,7 @@ def _data_path(loc: tuple[str | int, ...], data: Any) -> KeyPath:
 
 def _fault(path: KeyPath, detail: ErrorDetails, source: Located, model: type[BaseModel], name: str) -> str:
     key = ".".join(map(str, path))
-    kind, annotation = detail["type"], _type_at(model, path)
+    kind, annotation = detail["type"], type_at(model, path)
     if kind == "extra_forbidden":
         at = source.keys.get(path) or _nearest_place(source, path, name)
         instead = _instead(key, model)
@@ -191,15 +191,6 @@ def _fault(path: KeyPath, detail: ErrorDetails, source: Located, model: type[Bas
     return f"{at}: {key}: is {_said(value)}; it must be {describe_type(annotation)}{hint}"
 
 
-def _type_at(model: type[BaseModel], path: KeyPath) -> Any:
-    annotation: Any = model
-    for part in path:
-        annotation = child_type(annotation, part)
-        if annotation is None:
-            return None
-    return annotation
-
-
 def _nearest_place(source: Located, path: KeyPath, name: str) -> str:
     return next((source.values[path[:n]] for n in range(len(path), -1, -1) if path[:n] in source.values), name)
 
@@ -214,7 +205,7 @@ def _instead(key: str, model: type[BaseModel]) -> str | None:
 
 def _meant(path: KeyPath, model: type[BaseModel]) -> str:
     """The nearest key of the same section, else the same (or nearly the same) name in another section."""
-    section = section_of(_type_at(model, path[:-1]))
+    section = section_of(type_at(model, path[:-1]))
     siblings = list(section.model_fields) if section else []
     wrong = str(path[-1])
     near = nearest_key(wrong, siblings)

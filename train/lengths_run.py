@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from schemas.errors import ConfigError
 from schemas.strict import load_config
 from train.config import OmniConfig
 from train.data.lengths import Lengths, load_lengths, load_text_lengths
@@ -13,7 +12,7 @@ from train.data.lengths_report import lengths_report, report_lines
 from train.data.packed_files import PackedIndex
 from train.data.processor import ProcessorAssets, load_assets
 from train.data.sources import open_sources
-from train.data.text_files import is_text_path, scan_text
+from train.data.text_files import scan_text
 from train.data.text_rows import TextRows
 from train.model_assets import training_assets
 from train.progress import progress
@@ -32,8 +31,6 @@ def count_dataset(
 ) -> str:
     """What is said of a packed dataset, or of texts when `rows` are the fields of their `TextRows`. choices: as of
     `load_assets`."""
-    if rows is None and is_text_path(data):
-        raise ConfigError(f"{data} is text; --source-name says which preprocessor reads it")
     assets = load_assets(processor, **choices)
     found = _packed(data, assets, workers, cache) if rows is None else _text(data, rows, assets, workers, cache)
     report = lengths_report(found, max_seq_len)
