@@ -23,21 +23,27 @@ from types import FrameType
 import psutil
 
 from schemas.errors import ConfigError, OmniloomError, StoppedError
+from train.signals import BEFORE, StoppedOutsideError
 
 OUTCOME_VARIABLE = "OMNILOOM_OUTCOMES"  # folder where the ranks of this node leave how they ended
+LAUNCHER_VARIABLE = "OMNILOOM_LAUNCHER"  # process number of the launcher
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+INTERRUPTED = 130  # the exit code after Ctrl-C
+STOPPED = 5  # of torchrun when a signal ended its ranks before they could say how, or itself before there were any
+STOPPED_EARLY = (STOPPED, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended. code: of `schemas.errors.EXIT_CODES`; message: of its error, empty without one; asked: it was
-    stopped as it was asked to; time: in seconds since 1970."""
+    """How a rank ended. code: of `schemas.errors.EXIT_CODES`, or 130 after Ctrl-C; message: of its error, empty without
+    one; asked: it was stopped as it was asked to; outside: of steps, so by itself; time: in seconds since 1970."""
 
     rank: int
     code: int
     message: str = ""
     asked: bool = False
     time: float = 0.0
+    outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,16 +80,19 @@ def launch(how: Launch, arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="omniloom-") as folder:
         variables = {**os.environ, OUTCOME_VARIABLE: folder}
         variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // how.nproc)))
-        process = subprocess.Popen(how.command(arguments), env=variables, start_new_session=True)
-        before = {number: signal.signal(number, _PassOn(process)) for number in SIGNALS}
+        variables[LAUNCHER_VARIABLE] = str(os.getpid())
+        passing, process = _PassOn(), None
+        before = {number: signal.signal(number, passing) for number in SIGNALS}
         try:
+            process = subprocess.Popen(how.command(arguments), env=variables, start_new_session=True)
+            passing.begin(process)
             code = process.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 kill_tree(process.pid)
-        raise_worst(read_outcomes(Path(folder)), code)
+        raise_worst(read_outcomes(Path(folder)), code, passing.number)
 
 
 def leave_outcome(rank: int, error: BaseException | None) -> None:
@@ -93,12 +102,13 @@ def leave_outcome(rank: int, error: BaseException | None) -> None:
         return
     code = 0
     if error is not None:
-        code = error.exit_code if isinstance(error, OmniloomError) else 1
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
     said = str(error) if isinstance(error, OmniloomError) else f"{type(error).__name__}: {error}" if error else ""
     said = "; ".join([said, *getattr(error, "__notes__", ())])
     path = Path(folder, f"rank_{rank}.json")
     beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(asdict(Outcome(rank, code, said, isinstance(error, StoppedError), time.time()))))
+    asked, outside = isinstance(error, StoppedError), isinstance(error, StoppedOutsideError)
+    beside.write_text(json.dumps(asdict(Outcome(rank, code, said, asked, time.time(), outside))))
     os.replace(beside, path)
 
 
@@ -108,13 +118,20 @@ def read_outcomes(folder: Path) -> list[Outcome]:
     return sorted(found, key=lambda outcome: outcome.rank)
 
 
-def raise_worst(outcomes: Sequence[Outcome], code: int) -> None:
-    """code: of torchrun. A failure comes before a stop, and of failures the first in time: others fail because that
-    rank is gone."""
-    failed = [outcome for outcome in outcomes if outcome.code not in (0, 5)]
-    stopped = [outcome for outcome in outcomes if outcome.code == 5]
-    if failed:
-        raise _error(min(failed, key=lambda outcome: outcome.time))
+def raise_worst(outcomes: Sequence[Outcome], code: int, asked: int | None = None) -> None:
+    """code: of torchrun; asked: the signal that the launcher got. A failure comes before a stop of all ranks, and of
+    those that ended by themselves the first in time: others fail because that rank is gone."""
+    stopped = [outcome for outcome in outcomes if outcome.code == StoppedError.exit_code]
+    alone = [outcome for outcome in outcomes if outcome.outside or outcome.code not in (0, StoppedError.exit_code)]
+    if alone:
+        first = min(alone, key=lambda outcome: outcome.time)
+        if first.code == INTERRUPTED:
+            raise KeyboardInterrupt
+        raise _error(first)
+    if asked is not None and code in STOPPED_EARLY:
+        if asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise StoppedError(f"{signal.Signals(asked).name} {BEFORE}")
     if code:
         raise OmniloomError(f"a rank ended without a word (torchrun: {code}); its own output above says why")
     if stopped:
@@ -139,17 +156,33 @@ def kill_tree(pid: int) -> None:
 
 
 class _PassOn:
-    """Hands a signal to torchrun's workers; a second SIGINT ends everything."""
+    """Hands a signal to torchrun's workers, one that comes before torchrun to it when it begins; a second SIGINT ends
+    everything."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process, self._interrupted = process, False
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._interrupted = False
+        self.number: int | None = None
+
+    def begin(self, process: subprocess.Popen[bytes]) -> None:
+        """process: torchrun."""
+        self._process = process
+        if self.number is not None:
+            process.terminate()
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if self._process is None:
+            self.number = number
+            return
         if number == signal.SIGINT and self._interrupted:
             kill_tree(self._process.pid)
             return
         self._interrupted = self._interrupted or number == signal.SIGINT
+        self.number = number
         with suppress(psutil.NoSuchProcess):
-            for worker in psutil.Process(self._process.pid).children():
+            workers = psutil.Process(self._process.pid).children()
+            if not workers:  # nor will there be: torchrun still starts
+                self._process.terminate()
+            for worker in workers:
                 with suppress(psutil.NoSuchProcess):
                     worker.send_signal(number)

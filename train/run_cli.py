@@ -19,6 +19,7 @@ from schemas.strict import load_config
 from train.config import OmniConfig
 from train.launch import OUTCOME_VARIABLE, Launch, launch, leave_outcome, under_torchrun
 from train.progress import say_loading, say_starting
+from train.signals import OutsideSteps, StoppedOutsideError
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # either is a user's own choice
@@ -40,8 +41,9 @@ def run(
             run_rank(settings, placed(config, context.args, OmniConfig))
         else:
             how = Launch(nproc or 1, nnodes, rdzv)
-            say_starting(how.nproc)
-            launch(how, ["train", "run", str(config), *context.args])
+            with OutsideSteps():  # until the launcher has the signals
+                say_starting(how.nproc)
+                launch(how, ["train", "run", str(config), *context.args])
     except StoppedError as stopped:  # no error
         typer.echo(str(stopped), err=True)
         raise typer.Exit(stopped.exit_code) from None
@@ -70,15 +72,19 @@ def run_rank(settings: OmniConfig, faults: AbstractContextManager[None]) -> None
     # before torch is imported: blocks of many sizes come and go, and segments that grow leave little unused
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
-    say_loading()
-    from train.mesh import end_process_group  # noqa: PLC0415  # seconds to import
-    from train.trainer import make_trainer  # noqa: PLC0415
-
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     with outcome_told(rank), faults:
+        with OutsideSteps():
+            say_loading()
+            from train.mesh import end_process_group  # noqa: PLC0415  # seconds to import
+            from train.trainer import make_trainer  # noqa: PLC0415
+
+            trainer = make_trainer(settings)
         try:
-            make_trainer(settings).train()
+            trainer.train()
+        except StoppedOutsideError:
+            raise
         except StoppedError:
             end_process_group()
             raise
@@ -87,17 +93,19 @@ def run_rank(settings: OmniConfig, faults: AbstractContextManager[None]) -> None
 
 @contextmanager
 def outcome_told(rank: int) -> Iterator[None]:
-    """Tells the launcher how it ended. With a launcher a rank that was stopped ends with 0, and one that failed leaves
-    the message to it; without, the root command reports both. A rank of several that failed ends without taking its
-    groups down: NCCL would wait for others, which are in a collective call that never ends."""
+    """Tells the launcher how it ended. With a launcher a rank that stopped as all did ends with 0, and one that failed
+    leaves the message to it; without, the root command reports both. A rank of several that failed, or was stopped
+    outside of steps, ends without taking its groups down: NCCL would wait for others, which are in a collective call
+    that never ends."""
     launched = OUTCOME_VARIABLE in os.environ
     try:
         yield
     except BaseException as error:
         leave_outcome(rank, error)
-        if isinstance(error, Exception) and not isinstance(error, ResumableError) and _of_several():
+        together = isinstance(error, ResumableError) and not isinstance(error, StoppedOutsideError)
+        if isinstance(error, Exception) and not together and _of_several():
             atexit.register(_end, error.exit_code if isinstance(error, OmniloomError) else 1)
-        if launched and isinstance(error, ResumableError):
+        if launched and together:
             raise SystemExit(0) from error
         if launched and isinstance(error, OmniloomError):
             raise SystemExit(error.exit_code) from error

@@ -35,6 +35,7 @@ class Stopper:
         self._work: dist.Work | None = None
         self._before: dict[int, object] = {}
         self._received: str | None = None
+        self._number: int | None = None
         self._stop = False
         self.reason: str | None = None
 
@@ -49,6 +50,12 @@ class Stopper:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before = {}
+
+    def hand_back(self) -> None:
+        """Leaves the context. A signal that came too late for the last exchange goes to who had signals before it."""
+        self.__exit__(None, None, None)
+        if self._number is not None and not self._stop:
+            signal.raise_signal(self._number)
 
     def request(self, reason: str) -> None:
         """Asks all ranks to stop, as a signal does."""
@@ -72,4 +79,5 @@ class Stopper:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._received is not None:
             raise KeyboardInterrupt
+        self._number = number
         self.request(signal.Signals(number).name)

@@ -20,6 +20,7 @@ from train.model_build import ModelFiles, check_model_folder, towers_of
 from train.models.spec import read_model
 from train.optim.groups import LearningRate, learning_rates
 from train.run_lock import RunLock
+from train.signals import OutsideSteps
 from train.state import TrainerState, finished_note
 from train.step import StepResult, train_step
 from train.trainer_build import TrainerParts
@@ -120,25 +121,36 @@ class BaseTrainer(TrainerParts):
 
     def train(self) -> TrainerState:
         """To the end of the training. StoppedError after a signal to stop, when all is saved."""
-        try:
-            self.build()
-            self.call("on_train_begin")
-            if self.resume_from is not None:
-                self.call("on_resume")
-            steps = cast(Generator[StepBatches, None, None], iter(self.train_dataloader))
-            with closing(steps):
-                for batches in steps:
-                    self._step(batches)
-                    if self.should_stop:
-                        self.save(final=True)
-                        raise StoppedError(f"stopped and saved after step {self.state.step}; start again to go on")
-            self.call("on_train_end")
-        except BaseException as error:
-            self._tell(error)
-            raise
-        finally:
-            self._unlock()
+        with OutsideSteps() as outside:
+            try:
+                self.build()
+                self.call("on_train_begin")
+                if self.resume_from is not None:
+                    self.call("on_resume")
+                self._steps()
+                outside.said = f"after step {self.state.step}, the last, was saved; {self.start_again} for what is left"
+                self.call("on_train_end")
+            except BaseException as error:
+                self._tell(error)
+                raise
+            finally:
+                self._unlock()
         return self.state
+
+    @property
+    def start_again(self) -> str:
+        """What makes the same line go on from the newest checkpoint, for the end of a message."""
+        auto = self.args.train.checkpoint.load_path == "auto"
+        return "start again" if auto else "start again with train.checkpoint.load_path=auto"
+
+    def _steps(self) -> None:
+        steps = cast(Generator[StepBatches, None, None], iter(self.train_dataloader))
+        with closing(steps):
+            for batches in steps:
+                self._step(batches)
+                if self.should_stop:
+                    self.save(final=True)
+                    raise StoppedError(f"stopped and saved after step {self.state.step}; {self.start_again} to go on")
 
     def evaluate(self) -> dict[str, float]:
         """The losses on the sources of `evaluation`; a collective call. The checkpoint of this step, if there is one,

@@ -42,7 +42,14 @@ def test_the_last_checkpoint_is_from_before(tmp_path: Path, log_steps: int, told
         trainer.train()
     assert trainer.state.step == told_after
     steps = sorted(path.name for path in trainer.checkpointer.output_dir.glob("step_*"))
-    assert steps == ["step_2"] and str(trainer.checkpointer.output_dir) in str(error.value)
+    assert steps == ["step_2"]
+    assert f"from the checkpoint before it, {trainer.checkpointer.output_dir / 'step_2'}, with" in str(error.value)
+
+
+def test_without_a_checkpoint_none_is_promised(tmp_path: Path) -> None:
+    config = omni_config(tmp_path / "out", write_data(tmp_path / "data"), max_steps=2)
+    with pytest.raises(OmniloomError, match=r"step 1: .* There is no checkpoint before it in .*/output: begin anew"):
+        make_trainer(config, callbacks=[Poison(1)]).train()
 
 
 def test_an_adapter_that_is_no_numbers_is_not_exported(tmp_path: Path) -> None:

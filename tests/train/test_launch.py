@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from schemas.errors import ConfigError, OmniloomError, ResumableError
+from schemas.errors import ConfigError, OmniloomError, ResumableError, StoppedError
 from tests.environment import environment
 from tests.train.tiny import omni_config, write_data
 from train.launch import OUTCOME_VARIABLE, Launch, Outcome, leave_outcome, raise_worst, read_outcomes
@@ -65,6 +65,9 @@ def test_outcomes_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ([Outcome(0, 5, "stopped"), Outcome(1, 5, "stopped")], 0, "stopped (rank 0)", 5),
         ([Outcome(0, 0)], 1, "without a word", 1),
         ([], 1, "without a word", 1),
+        ([], 5, "without a word", 1),  # nobody asked
+        ([Outcome(0, 1, "lost a peer", time=9.0), Outcome(1, 5, "SIGTERM", True, 8.0, True)], 1, "SIGTERM", 5),
+        ([Outcome(0, 1, "no memory", time=7.0), Outcome(1, 5, "SIGTERM", True, 8.0, True)], 1, "no memory (rank 0)", 1),
     ],
 )
 def test_the_worst_of_them_is_raised(outcomes: list[Outcome], code: int, said: str, exit_code: int) -> None:
@@ -75,6 +78,19 @@ def test_the_worst_of_them_is_raised(outcomes: list[Outcome], code: int, said: s
 
 def test_all_is_well() -> None:
     raise_worst([Outcome(0, 0), Outcome(1, 0)], 0)
+    raise_worst([Outcome(0, 0), Outcome(1, 0)], 0, signal.SIGTERM)  # it came too late
+
+
+def test_a_signal_before_the_ranks_could_say_a_word() -> None:
+    for code in (5, -signal.SIGTERM):
+        with pytest.raises(StoppedError, match=r"^SIGUSR1 before the first step: "):
+            raise_worst([], code, signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt):
+            raise_worst([], code, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        raise_worst([Outcome(0, 130, "KeyboardInterrupt: ")], 1, signal.SIGINT)
+    with pytest.raises(OmniloomError, match="without a word"):  # killed by another signal
+        raise_worst([], 1, signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +139,20 @@ def test_a_killed_launcher_leaves_no_rank_behind(recipe: Path, tmp_path: Path) -
     process = start(recipe, f"train.checkpoint.output_dir={tmp_path}")
     wait_for_steps(tmp_path, 1, process)
     below = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert alive == []
+
+
+def test_a_launcher_that_is_killed_before_torchrun_is_there_leaves_none(recipe: Path, tmp_path: Path) -> None:
+    process = start(recipe, f"train.checkpoint.output_dir={tmp_path}")
+    assert process.stderr is not None
+    process.stderr.readline()  # that ranks are started
+    below: list[psutil.Process] = []
+    while not below:
+        assert process.poll() is None
+        below = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(below, timeout=30)

@@ -300,6 +300,17 @@ def test_a_signal_during_the_last_save_loses_no_step(tmp_path: Path, sources: li
     assert watch.losses == []
 
 
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_stop_says_how_to_go_on(tmp_path: Path, sources: list[dict[str, Any]], auto: bool) -> None:
+    """A load_path of a folder, or none, would begin from there again."""
+    config = omni_config(tmp_path, sources, max_steps=STEPS)
+    values = config.model_dump()
+    values["train"]["checkpoint"]["load_path"] = "auto" if auto else None
+    how = "" if auto else r" with train\.checkpoint\.load_path=auto"
+    with pytest.raises(StoppedError, match=rf"^stopped and saved after step 1; start again{how} to go on$"):
+        make_trainer(type(config).model_validate(values), callbacks=[Watch(stop_after=1)]).train()
+
+
 def test_a_full_disk_is_a_failure_and_no_stop(
     tmp_path: Path, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from schemas.errors import OmniloomError
 from train.callbacks.base import Callback
+from train.checkpoint_layout import saved_steps
 from train.host_copy import HostCopy, HostValues
 
 if TYPE_CHECKING:
@@ -67,6 +69,13 @@ class FiniteCallback(Callback):
             if not math.isfinite(norm):
                 raise OmniloomError(
                     f"step {step}: the norm of the gradients is {norm}, and the parameters are no numbers since; none "
-                    f"of it was saved. Start again to go on from the checkpoint before it in "
-                    f"{trainer.checkpointer.output_dir}, with a lower rate or without the rows of that step"
+                    f"of it was saved. {_way_on(trainer.checkpointer.output_dir)}, with a lower rate or without the "
+                    "rows of that step"
                 )
+
+
+def _way_on(output_dir: Path) -> str:
+    steps = saved_steps(output_dir)
+    if not steps:
+        return f"There is no checkpoint before it in {output_dir}: begin anew"
+    return f"Start again to go on from the checkpoint before it, {steps[-1].path}"

@@ -43,9 +43,9 @@ class StoppingEnd(Callback):
     def on_train_end(self, trainer: BaseTrainer) -> None:
         self.stopper.begin_step()
         stop = self.stopper.should_stop()
-        self.stopper.__exit__(None, None, None)
+        self.stopper.hand_back()
         if stop:
             step = trainer.state.step
             raise StoppedError(
-                f"{self.stopper.reason}: saved after step {step}, the last; start again for what is left"
+                f"{self.stopper.reason}: saved after step {step}, the last; {trainer.start_again} for what is left"
             )
