@@ -7,7 +7,7 @@ rates, weight decay, which parameter is in which group) stands in state.json, be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,7 @@ def restore_record(model: nn.Module, optimizer: Optimizer, record: Mapping[str, 
     try:
         groups = record["groups"]
         theirs = [sorted(group["params"]) for group in groups]
+        _check_type(_type_of(optimizer.param_groups), _type_of([group["values"] for group in groups]), where)
         _check_groups(ours, theirs, where)
         kept: dict[tuple[str, str, str], list[str]] = {}
         notes: list[str] = []
@@ -166,6 +167,19 @@ def widen_states(optimizer: Optimizer) -> None:
         for key, value in states.items():
             if key != STEP_KEY and isinstance(value, Tensor) and value.is_floating_point():
                 states[key] = value.to(parameter.dtype)
+
+
+def _type_of(groups: Sequence[Mapping[str, Any]]) -> str:
+    """`train.optimizer.type`, of which muon has groups of both kinds."""
+    return "muon" if any(group.get("kind") == "muon" for group in groups) else "adamw"
+
+
+def _check_type(ours: str, theirs: str, where: object) -> None:
+    if ours != theirs:
+        raise ConfigError(
+            f"{where}: was saved with train.optimizer.type: {theirs}, and now it is {ours}; set it back, or begin a "
+            "training from these weights (omniloom convert dcp-to-hf, then model.model_path)"
+        )
 
 
 def _check_groups(ours: list[list[str]], theirs: list[list[str]], where: object) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from schemas.errors import ConfigError
 from train.config import BatchConfig, DataConfig, TrainConfig
 from train.data.device import Destination
 from train.data.loader import TrainLoader
@@ -47,8 +49,21 @@ class HeldOut:
         )
         sources, plans = open_data(held_out, batch, assets, show=show, whose="evaluation")
         if batch.max_steps is not None:  # not more than there is
-            batch = batch.model_copy(update={"max_steps": min(batch.max_steps, plans.steps(0))})
+            steps = min(batch.max_steps, plans.steps(0))
+            batch = batch.model_copy(update={"max_steps": steps})
+            _check_labels(sources, plans, steps)
         return cls(held_out, batch, sources, plans)
+
+
+def _check_labels(sources: list[OpenSource], plans: PlanStore, steps: int) -> None:
+    """ConfigError: `max_batches` leaves no row with a label, and the loss would be 0 of nothing."""
+    labels = np.concatenate([source.lengths.labels for source in sources])
+    epoch = plans.epoch(0)
+    if not any(labels[epoch.step_rows(step)].any() for step in range(steps)):
+        raise ConfigError(
+            f"train.evaluation.max_batches: none of the rows in the first {steps} of {plans.steps(0)} steps has a "
+            "token to train on, which those of the assistant are; raise it, or null for all"
+        )
 
 
 def held_out_data(data: DataConfig, train: TrainConfig) -> DataConfig:

@@ -320,3 +320,18 @@ def test_a_full_disk_is_a_failure_and_no_stop(
     with pytest.raises(OmniloomError, match="make room and run the same command again") as told:
         make_trainer(omni_config(tmp_path, sources, max_steps=1)).train()
     assert told.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("first", "then"), [("adamw", "muon"), ("muon", "adamw")])
+def test_another_type_of_optimizer_is_named(
+    tmp_path: Path, sources: list[dict[str, Any]], first: str, then: str
+) -> None:
+    def config(kind: str) -> OmniConfig:
+        optimizer = {"type": kind, "lr": 1e-3, "lr_decay_style": "constant"}
+        return omni_config(tmp_path, sources, optimizer=optimizer)
+
+    with pytest.raises(StoppedError):
+        make_trainer(config(first), callbacks=[Watch(stop_after=1)]).train()
+    said = rf"step_1/state\.json: was saved with train\.optimizer\.type: {first}, and now it is {then}; set it back"
+    with pytest.raises(ConfigError, match=said):
+        make_trainer(config(then)).build()
